@@ -10,6 +10,7 @@ from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.data.prompts import open_gym
 from rlctl.errors import InputError, MachineError
 from rlctl.rewards.extraction import choose_extraction, vote
+from rlctl.rewards.tag_scorers import TAG_SCORERS
 from rlctl.rewards.scorers import DapoMath, ExactMatch, IfEval, MathVerify, Tagged, TaskScorer
 from rlctl.settings.data import DataConfig
 
@@ -180,6 +181,58 @@ def test_exact_match(answer: object, completion: str, score: float) -> None:
 )
 def test_math_verify_compares_expressions_not_texts(answer: object, completion: str, score: float) -> None:
     assert MathVerify(None)(completion, row(answer)) == score
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "score"),
+    [
+        ("1.5", "1 1/2", 1),
+        ("1", "1 1/2", 0),
+        (r"\frac{11}{2}", "1 1/2", 0),
+        ("11/2", "1 1/2", 0),
+        ("-1.5", "-1 1/2", 1),
+        ("1.5", r"1\ 1/2", 1),
+        ("1.5", r"1\,1/2", 1),
+        ("1.5", r"1\frac{1}{2}", 1),
+        ("1 1/2", "3/2", 1),
+        ("2 3/4", r"\frac{11}{4}", 1),
+        ("12", "3(4)", 1),
+        ("7", "3(4)", 0),
+        ("12", "(3)(4)", 1),
+        ("12", r"3\left(4\right)", 1),
+        ("12", "3 (4)", 1),
+        ("60", "3(4)(5)", 1),
+        ("12", "(3)4", 1),
+        ("1", "2(1/2)", 1),
+        ("1", r"2(\frac{1}{2})", 1),
+        ("17", "5 + 3(4)", 1),
+        ("3", r"\log_2(8)", 1),
+        ("5", "2 3", 0),
+        ("2, 3", "2 3", 1),
+        ("10000", "10 000", 1),
+        ("0.0000003", "0.0000004", 0),
+        ("0.0000004", r"4 \times 10^{-7}", 1),
+        ("3e-7", "4e-7", 0),
+        ("0", "0.0000004", 0),
+        (r"\frac{1}{3000000}", "0.000000333333", 1),
+        ("(0.0000003, 1)", "(0.0000004, 1)", 0),
+        ("x = 0.0000003", "x = 0.0000004", 0),
+        ("1/3", "0.333333", 1),
+        ("1/81", "0.012346", 1),
+        ("2.5", "2.5000001", 1),
+    ],
+)
+def test_numbers_have_their_values_in_arithmetic(reference: str, answer: str, score: float) -> None:
+    """The expected values are those of the expressions in arithmetic, and 4 digits of numbers below 0.001."""
+    for form in (r"\boxed{%s}", "<answer>%s</answer>"):
+        assert MathVerify(None)(form % answer, row(reference)) == score
+    assert TAG_SCORERS["math_expr"]()(f"<answer>{answer}</answer>", row(reference)) == score
+
+
+def test_a_mixed_number_in_a_text_has_its_value() -> None:
+    for form in ("The answer is $%s$.", "It takes %s"):
+        assert MathVerify(None)(form % "1 1/2", row("1.5")) == 1
+        assert MathVerify(None)(form % "3(4)", row("12")) == 1
 
 
 @pytest.mark.parametrize(

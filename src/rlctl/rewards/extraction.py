@@ -35,6 +35,14 @@ _NUMBER_ALONE = re.compile(rf"[-+]?(?:(?:{_WHOLE})(?:\.\d*)?|\.\d+){_EXPONENT}")
 _SEPARATOR = r"(?:\{,\}|,\\!|\\[,;:! ]|['_\u2019\u2009\u202f\u00a0])"
 _GROUPED = re.compile(rf"(?<!\d)\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)")
 """A number whose thousands are separated by something else than a plain comma, as in LaTeX."""
+_SPACE = r"(?:[ \t~]|\\[,;: ])"
+_MIXED = re.compile(rf"(?<![\w.,/^\\])(?P<whole>\d+){_SPACE}+(?P<above>\d+)\s*/\s*(?P<below>\d+)(?![\d./^])")
+_SPACED, _IN_GROUPS = re.compile(r"-?\d+(?:\.\d+)?(?:\s+\d+(?:\.\d+)?)+"), re.compile(r"-?\d{1,3}(?:\s\d{3})+(?:\.\d+)?")
+_VALUE = r"\s*[-+]?(?:\d+(?:\.\d+)?(?:\s*/\s*\d+)?|\\[dt]?frac\{\d+\}\{\d+\})\s*"
+_ROUND = rf"(?:\\left\s*)?\({_VALUE}(?:\\right\s*)?\)"
+_BRACKETED = rf"(?:{_ROUND}|(?:\\left\s*)?\[{_VALUE}(?:\\right\s*)?\])"
+# A number right before a number in brackets, or one in brackets before another number. `\log_2(8)` is no product.
+_FACTOR = re.compile(rf"(?<![\w.^\\])\d+(?:\.\d+)?(?= ?{_BRACKETED})|{_ROUND}(?=\s*(?:{_ROUND}|\d))")
 _BOX = r"\\(?:boxed|fbox)"
 _BRACE = re.compile(rf"{_BOX}\s*\{{|[{{}}]")
 # `\boxed 5`: TeX's box without braces, of a number, a command or one letter.
@@ -157,13 +165,28 @@ def plain_number(text: object) -> str | None:
 
 def unspaced(text: str) -> str:
     """Return an expression without spaces and dollars of LaTeX, for comparisons as text."""
-    return re.sub(r"\s+|\\[,;:! ]|\$|\.$", "", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+    apart = re.sub(r"\s+|\\[,;:! ]", " ", text)  # two numbers stay two: `1 1/2` is not `11/2`
+    return re.sub(r"(?<!\d) | (?!\d)|\$|\.$", "", apart).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
 
 
 def readable_math(text: str) -> str:
     """Return the text with a plain minus, without dollars that are money, and thousands as plain digits."""
     text = text.replace("\N{MINUS SIGN}", "-").replace("\N{NON-BREAKING HYPHEN}", "-").replace(r"\$", "")
     return _GROUPED.sub(lambda number: re.sub(_SEPARATOR, "", number[0]), text)
+
+
+def explicit_math(text: str) -> str:
+    r"""Return the text with mixed numbers as fractions, and products of numbers with their sign: `3/2` for `1 1/2`,
+    `3*(4)` for `3(4)`. latex2sympy2_extended 1.11 adds neighboring numbers: `1 1/2` is (1 + 1) / 2, and `3(4)` is 7.
+    Numbers alone are a list, or one in groups of three digits."""
+    if _SPACED.fullmatch(text):
+        return re.sub(r"\s", "", text) if _IN_GROUPS.fullmatch(text) else ", ".join(text.split())
+    return _FACTOR.sub(r"\g<0>*", _MIXED.sub(_improper, text))
+
+
+def _improper(mixed: re.Match[str]) -> str:
+    whole, above, below = (int(mixed[name]) for name in ("whole", "above", "below"))
+    return f"{whole * below + above}/{below}" if above < below else mixed[0]
 
 
 def as_number(text: object) -> Decimal | None:

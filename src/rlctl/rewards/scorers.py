@@ -20,6 +20,7 @@ from rlctl.rewards.extraction import (
     Extraction,
     answers_alike,
     as_number,
+    explicit_math,
     extract,
     opens_box,
     plain_number,
@@ -29,7 +30,7 @@ from rlctl.rewards.extraction import (
     written_as,
 )
 from rlctl.rewards.reward_model_scorer import ModelScorer
-from rlctl.rewards.tag_scorers import TAG_SCORERS, tolerate_old_antlr
+from rlctl.rewards.tag_scorers import TAG_SCORERS, decimals, tolerate_old_antlr
 from rlctl.settings.rewards import MODEL, OnError, RewardTerm
 
 OF_FORM = ("tagged-integer", "tagged-format", "format")
@@ -123,7 +124,8 @@ class MathVerify:
             return 0.0
         if marked and unspaced(readable_math(text)) == unspaced(readable_math(reference)):
             return 1.0
-        return float(self._math_verify.verify(self._reference(reference), self._parsed(text, marked)))
+        ours, theirs = self._reference(reference), self._parsed(text, marked)
+        return float(self._math_verify.verify(ours, theirs, float_rounding=decimals(*ours, *theirs)))
 
     def _answer(self, completion: str) -> tuple[bool, str | None]:
         """Return whether the answer is marked as such, and its text; where it is not marked, where to look for it."""
@@ -139,7 +141,7 @@ class MathVerify:
 
     def _parsed(self, text: str, marked: bool) -> list[Any]:
         if not marked:
-            return _expressions(self._math_verify.parse(readable_math(text)))
+            return _expressions(self._math_verify.parse(explicit_math(readable_math(text))))
         text = extract(text, "boxed") or text  # a box inside of a tag
         if len(re.findall(r"\d+", readable_math(text))) > 1:  # where LaTeX cannot read it, none of them is the answer
             return self._by_latex(text)
@@ -157,7 +159,7 @@ class MathVerify:
 def _boxed(answer: str) -> str:
     """Return an answer in the box in which math-verify reads all of it; numbers as plain digits."""
     answer = answer.strip(" \t\n*`").rstrip(".,;:")
-    return rf"\boxed{{{plain_number(answer) or readable_math(answer)}}}"
+    return rf"\boxed{{{plain_number(answer) or explicit_math(readable_math(answer))}}}"
 
 
 def _expressions(parsed: list[Any]) -> list[Any]:

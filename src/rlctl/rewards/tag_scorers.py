@@ -3,16 +3,20 @@ are only in the prompt."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 from rlctl.data.prompt_rows import PromptRow
+from rlctl.rewards.extraction import explicit_math
 
 LEAST_AREA = 1e-3
 """Least area of a union and of an enclosing box."""
+NO_NUMBER = (TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
+"""Errors of sympy's numbers that do not evaluate."""
 _REASONED = re.compile(r"</think>.*\\boxed\{.*\}", re.DOTALL)
 _BOX = "\\boxed{"
 
@@ -98,15 +102,16 @@ def tagged(completion: str, tag: str) -> str | None:
 @cache
 def same_expression() -> Callable[[str, str], float]:
     """Return the function that gives 1 where math-verify finds an answer equal to a reference. Imports sympy."""
-    from math_verify.metric import math_metric
+    from math_verify import parse, verify
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 
     tolerate_old_antlr()
-    compare = math_metric((LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig()))
+    latex, both = (LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig())
 
     def same(reference: str, answer: str) -> float:
         try:
-            return float(compare([_boxed(reference)], [_boxed(answer)])[0])
+            ours, theirs = parse(_boxed(reference), latex), parse(_boxed(answer), both)
+            return float(verify(ours, theirs, float_rounding=decimals(*ours, *theirs)))
         except Exception:  # noqa: BLE001 - what no parser understands is no right answer
             return 0.0
 
@@ -122,8 +127,26 @@ def tolerate_old_antlr() -> None:
         PSParser.AtomContext.FUNC_GAMMA = lambda self: None  # type: ignore[attr-defined]
 
 
+def decimals(*expressions: Any) -> int:
+    """Return the decimals to compare numbers by: math-verify's 6, or more for at least 4 digits of the smallest."""
+    places = [-math.floor(math.log10(value)) for one in expressions for value in _sizes(one)]
+    return max(6, 3 + max(places, default=0))
+
+
+def _sizes(expression: Any) -> Iterator[float]:
+    """Yield the absolute values of the numbers in an expression that are not 0 and fit a float."""
+    if getattr(expression, "is_number", False):
+        with contextlib.suppress(*NO_NUMBER):
+            size = abs(complex(expression))
+            if 0 < size < math.inf:
+                yield size
+        return
+    for part in getattr(expression, "args", ()):
+        yield from _sizes(part)
+
+
 def _boxed(answer: str) -> str:
-    return answer if answer.startswith(_BOX) else f"{_BOX}{answer}}}"
+    return explicit_math(answer) if answer.startswith(_BOX) else f"{_BOX}{explicit_math(answer)}}}"
 
 
 def _alnum(text: str) -> str:
