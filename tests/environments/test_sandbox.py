@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,55 @@ def test_a_hostile_program_passes_nothing(program: str, told: str) -> None:
     (found,) = steps(TESTS, program, attempts=2, seconds=10.0)
     assert found.reward == 0.0
     assert told in found.messages[:200]
+
+
+MAIN = "if __name__ == '__main__':\n    "
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        f"{MAIN}print(double(*map(int, input().split())))",
+        f"import sys\n{MAIN}sys.exit(print(double(2)))",
+        f"{MAIN}while True: input()",
+        "import unittest\nif '__main__' == __name__: unittest.main()",
+        f"{MAIN}raise ValueError",
+        "print(double(2))\nexit()",
+        "quit(0)",
+        "print(double(int(input())))",
+        "import pickle\nclass A: pass\npickle.dumps(A())",
+    ],
+)
+def test_the_main_block_of_a_tested_function_does_not_matter(rest: str) -> None:
+    """HumanEval's harness and unit tests import the program; so does this test."""
+    scope: dict[str, Any] = {"__name__": "candidate"}
+    exec(RIGHT, scope)
+    assert scope["double"](3) == 6
+    assert [one.reward for one in steps(TESTS, f"{RIGHT}\n{rest}", seconds=20.0)] == [1.0]
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "print(2 * int(input()))\nexit()",
+        "print(2 * int(input()))\nquit()",
+        "print(2 * int(open(0).read()))",
+        "print(2 * int(open('/dev/stdin').read()))",
+        "import os\nassert os.path.basename(__file__) == 'program.py'\nprint(2 * int(input()))",
+        "def main():\n    print(2 * int(input()))\nif __name__ == '__main__':\n    main()\n    exit(0)",
+    ],
+)
+def test_a_program_runs_as_python_runs_it(rest: str, tmp_path: Path) -> None:
+    (path := tmp_path / "program.py").write_text(rest)
+    alone = subprocess.run([sys.executable, path], input="4\n", capture_output=True, text=True, check=True)
+    assert alone.stdout == "8\n"
+    assert [one.reward for one in steps({"inputs": ["4\n"], "outputs": ["8"]}, rest, seconds=20.0)] == [1.0]
+
+
+def test_a_block_may_name_the_version_of_python() -> None:
+    environment = Python()
+    environment.reset({"prompt": "Write it.", **TESTS}, 0)
+    assert environment.step({"role": "assistant", "content": f"```python3\n{RIGHT}\n```\nDone."}).reward == 1.0
 
 
 def test_outputs_are_compared_for_each_input() -> None:

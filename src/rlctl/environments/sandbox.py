@@ -17,6 +17,7 @@ import platform
 import re
 import resource
 import signal
+import site
 import struct
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def run(program: str, stdin: str = "", limits: Limits = Limits(), behind: Sequen
     behind = layers() if behind is None else behind
     with (
         tempfile.TemporaryDirectory(prefix="rlctl-program-", ignore_cleanup_errors=True) as folder,
-        tempfile.TemporaryFile() as given,
+        Path(folder, ".stdin").open("w+b") as given,  # in the folder, so that it may be opened as /dev/stdin
         tempfile.TemporaryFile() as output,
         tempfile.TemporaryFile() as errors,
     ):
@@ -121,8 +122,8 @@ def run(program: str, stdin: str = "", limits: Limits = Limits(), behind: Sequen
         given.seek(0)
         other = {"user": NOBODY, "group": NOBODY, "extra_groups": ()} if "user" in behind else {}
         if other:
-            os.chown(folder, NOBODY, NOBODY)
-            os.chown(path, NOBODY, NOBODY)
+            for own in (folder, path, given.name):
+                os.chown(own, NOBODY, NOBODY)
         numbers = (limits.seconds, limits.memory_mib, limits.file_mib, limits.processes)
         script = [sys.executable, "-I", "-S", __file__, ",".join(behind), sysconfig.get_paths()["purelib"]]
         process = subprocess.Popen(
@@ -168,8 +169,11 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(limit, (most, most))
+    for give in (site.setquit, site.setcopyright, site.sethelper):  # the names that `-S` leaves out, such as `exit`
+        give()
     sys.argv[:] = ["program.py"]
     sys.modules["__main__"] = program = types.ModuleType("__main__")
+    program.__file__ = os.path.abspath("program.py")
     exec(compile(source, "program.py", "exec"), program.__dict__)
 
 

@@ -11,27 +11,36 @@ from rlctl.environments import sandbox
 from rlctl.environments.interface import Message, Step
 from rlctl.errors import InputError
 
-BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+BLOCK = re.compile(r"```(?:python3?|py3?)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 ASK = "Write a Python program in one block that begins with ```python and ends with ```."
 SHOWN = 1000
 """Characters of a failure shown to the model."""
 HARNESS = """
 def _(program, tests, mark):
-    import os
+    import os, sys, types
     if os.path.exists("program.py"):
         os.remove("program.py")
-    scope = {{"__name__": "__main__"}}
-    exec(compile(program, "program", "exec"), scope)
+    sys.modules["program"] = module = types.ModuleType("program")
+    module.__file__, scope, ended = os.path.abspath("program.py"), vars(module), None
+    try:
+        exec(compile(program, "program.py", "exec"), scope)
+    except (SystemExit, EOFError) as error:
+        ended = error
     for number, test in enumerate(tests):
         try:
             exec(compile(test, "test", "exec"), scope)
         except BaseException as error:
             said = " ".join(f"{{type(error).__name__}}: {{error}}".rstrip(": ").split())
-            print(f"\\n{{mark}} {{number}} {{said}}", flush=True)
+            if ended is None:
+                print(f"\\n{{mark}} {{number}} {{said}}", flush=True)
         else:
             print(f"\\n{{mark}} {{number}}", flush=True)
+    if ended is not None:
+        raise ended
 _({program!r}, {tests!r}, {mark!r})
 """
+"""Imports the program, so `if __name__ == "__main__"` is false, as in HumanEval's and LiveCodeBench's harnesses. What it
+defined before it exited or asked for input, which calls do not give, is tested too."""
 
 
 class Python:
