@@ -149,9 +149,8 @@ def test_vllm_reads_the_same(tmp_path: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
     properties = {**SEND["parameters"]["properties"], "note": {"type": ["string", "null"]}}
     tool = {"type": "function", "function": {**SEND, "parameters": {**SEND["parameters"], "properties": properties}}}
-    request: Any = ChatCompletionRequest(
-        messages=[{"role": "user", "content": "x"}], model="m", tools=[tool], tool_choice="auto"
-    )
+    asked = {"messages": [{"role": "user", "content": "x"}], "model": "m", "tools": [tool], "tool_choice": "auto"}
+    request: Any = ChatCompletionRequest.model_validate(asked)
     compared = 0
     for family, parser in VLLM.items():
         for name, arguments in TO_READ.items():
@@ -264,6 +263,16 @@ def test_a_call_that_cannot_be_read_is_told_from_a_text_and_from_a_good_call(for
     assert first == Call("send_it", {"number": 1})
     assert others
     assert all(one.broken for one in others)
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_a_call_that_a_limit_has_cut_is_not_made_with_the_arguments_so_far(family: str) -> None:
+    form, whole = family.split()[0], {"number": 1, "urgent": True}
+    text = answer(CALLS[family], whole)
+    for end in range(len(text)):
+        calls = [typed(one, SCHEMAS) for one in read_calls(text[:end], form, cut=True)]
+        assert all(one.broken or one.arguments == whole for one in calls), text[:end]
+    assert calls_in(text, form) == [Call("send_it", whole)]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.data.prompts import open_gym
 from rlctl.errors import InputError, MachineError
 from rlctl.rewards.extraction import choose_extraction, vote
-from rlctl.rewards.tag_scorers import TAG_SCORERS
 from rlctl.rewards.scorers import DapoMath, ExactMatch, IfEval, MathVerify, Tagged, TaskScorer
+from rlctl.rewards.tag_scorers import TAG_SCORERS
 from rlctl.settings.data import DataConfig
 
 
@@ -20,6 +20,7 @@ def gym(task: str, **params: int) -> PromptSource:
 
 
 def task_scorer(source: PromptSource) -> TaskScorer:
+    assert source.task is not None
     return TaskScorer(source.task, choose_extraction(source)[0])
 
 

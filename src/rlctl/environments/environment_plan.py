@@ -21,7 +21,7 @@ from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import REWARD_PART
 from rlctl.environments.adapters import ADAPTERS
 from rlctl.environments.builtin import BUILT_IN
-from rlctl.environments.interface import Ask, Environment, Message, Step
+from rlctl.environments.interface import Ask, Environment, Message, Step, is_cut
 from rlctl.environments.tool_results import Content, content_of, joined
 from rlctl.environments.tools import Call, read_calls, refusal, schema_of, typed
 from rlctl.errors import InputError, first_line, suggest
@@ -160,7 +160,8 @@ class RunningEpisode:
 
     async def step(self, message: Message) -> Reply:
         text: str = message["content"]
-        written = read_calls(text, self._loaded.plan.form) if self._tools else []
+        cut = is_cut(message)
+        written = read_calls(text, self._loaded.plan.form, cut=cut) if self._tools else []
         if calls := [typed(call, self._schemas) for call in written]:
             answers, broken = list[Content](), 0
             for call in calls:
@@ -184,7 +185,7 @@ class RunningEpisode:
                     "type": "function",
                     "function": {"name": one.name, "arguments": json.dumps(one.arguments)},
                 }
-                for number, one in enumerate(readable_calls(text, self._loaded.plan.form, self._asked.tools))
+                for number, one in enumerate(readable_calls(text, self._loaded.plan.form, self._asked.tools, cut=cut))
             ]
             message = {**message, "tool_calls": calls}
         return self._reply(_step(await _called(self._made.step, message)))
@@ -217,9 +218,10 @@ class RunningEpisode:
         return Reply(_messages(step.messages), reward, bool(step.done), stop, numbers, self._asked)
 
 
-def readable_calls(text: str, form: str, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
-    """Return the calls of some tools in a text; none where one of them cannot be read, as a server of models."""
-    calls = read_calls(text, form)
+def readable_calls(text: str, form: str, tools: Sequence[Mapping[str, Any]], *, cut: bool = False) -> list[Call]:
+    """Return the calls of some tools in a text; none where one of them cannot be read, as a server of models. `cut`: a
+    limit has ended the text."""
+    calls = read_calls(text, form, cut=cut)
     schemas = {one["function"]["name"]: one["function"] for one in tools}
     return [] if any(one.broken for one in calls) else [typed(one, schemas) for one in calls]
 

@@ -49,6 +49,11 @@ Message = dict[str, Any]
 """A chat message with `role` and `content`."""
 
 
+def is_cut(message: Message) -> bool:
+    """Return whether a limit has ended the model's turn, so that its last call may be unfinished."""
+    return message.get("stop_reason", "stop") != "stop"
+
+
 @dataclass(frozen=True)
 class Ask:
     """All that the model reads before its next turn."""

@@ -72,7 +72,8 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
 def _matched(pattern: str, text: str, start: int) -> re.Match[str]:
     if found := re.compile(pattern, re.DOTALL).match(text, start):
         return found
-    raise BrokenCallError(f"it goes on with {text[start : start + 20]!r}" if text[start:] else "it has no end")
+    rest = text[start:].removesuffix(CUT)
+    raise BrokenCallError(f"it goes on with {rest[:20]!r}" if rest.strip() else "it has no end")
 
 
 def _from_json(value: Any) -> Call:
@@ -165,7 +166,7 @@ def _python_calls(text: str, opening: re.Match[str]) -> tuple[list[Call], int]:
     """Read a list of calls in Python, `[add(a=2, b=3)]`; nothing of it is run."""
     ended = re.compile(r"<\|(?:python_end|tool_call_end)\|>|\Z").search(text, opening.end())
     assert ended is not None  # a text has an end
-    tree = ast.parse(text[opening.end() : ended.start()].strip(), mode="eval").body
+    tree = ast.parse(text[opening.end() : ended.start()].strip().removesuffix(CUT), mode="eval").body
     if not isinstance(tree, ast.List):
         raise BrokenCallError("it is not a list of calls")
     return [_python_call(one) for one in tree.elts], ended.end()
@@ -258,6 +259,8 @@ FORMATS: dict[str, Format] = {
 """Call formats by name; the first that reads a template's call is used. vLLM's parsers cost 9 s and 530 MB to import,
 misread some calls of published templates in 0.32 (Mistral Small 3.2's `[CALL_ID]`, lists of Seed-OSS, texts with
 `</think>` or `<tool_call>`), and hide unreadable calls. The tests compare with them."""
+CUT = "<\0"
+"""Stands for the rest of a turn that a limit has cut, so that the end of the text closes no call and no name."""
 THOUGHT_BEGINS = re.compile(r"\s*(?:<(?:\w+:)?think>|\[THINK\]|<\|channel>)")
 THOUGHT_ENDS = re.compile(r"</(?:\w+:)?think>|\[/THINK\]|<channel\|>")
 
@@ -285,8 +288,9 @@ def _parted(text: str, form: str) -> tuple[str, str]:
     return "", text
 
 
-def read_calls(text: str, form: str) -> list[Call]:
-    _, answer = _parted(text, form)
+def read_calls(text: str, form: str, *, cut: bool = False) -> list[Call]:
+    """Return the calls of a turn. `cut`: a limit has ended it, so a call without its closing mark is broken."""
+    _, answer = _parted(text + CUT * cut, form)
     return [one for _, _, calls in _scanned(answer, form) for one in calls]
 
 

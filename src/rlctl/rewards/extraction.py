@@ -37,7 +37,10 @@ _GROUPED = re.compile(rf"(?<!\d)\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)")
 """A number whose thousands are separated by something else than a plain comma, as in LaTeX."""
 _SPACE = r"(?:[ \t~]|\\[,;: ])"
 _MIXED = re.compile(rf"(?<![\w.,/^\\])(?P<whole>\d+){_SPACE}+(?P<above>\d+)\s*/\s*(?P<below>\d+)(?![\d./^])")
-_SPACED, _IN_GROUPS = re.compile(r"-?\d+(?:\.\d+)?(?:\s+\d+(?:\.\d+)?)+"), re.compile(r"-?\d{1,3}(?:\s\d{3})+(?:\.\d+)?")
+_SPACED, _IN_GROUPS = (
+    re.compile(r"-?\d+(?:\.\d+)?(?:\s+\d+(?:\.\d+)?)+"),
+    re.compile(r"-?\d{1,3}(?:\s\d{3})+(?:\.\d+)?"),
+)
 _VALUE = r"\s*[-+]?(?:\d+(?:\.\d+)?(?:\s*/\s*\d+)?|\\[dt]?frac\{\d+\}\{\d+\})\s*"
 _ROUND = rf"(?:\\left\s*)?\({_VALUE}(?:\\right\s*)?\)"
 _BRACKETED = rf"(?:{_ROUND}|(?:\\left\s*)?\[{_VALUE}(?:\\right\s*)?\])"

@@ -19,7 +19,7 @@ from rlctl.data.prompt_rows import TOOLS, PromptRow
 from rlctl.data.rollouts import LENGTH, MediaPart, Turn
 from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.environments.environment_plan import EnvironmentPlan, Reply, RunningEpisode, plan_environment, readable_calls
-from rlctl.environments.interface import Ask, Message
+from rlctl.environments.interface import Ask, Message, is_cut
 from rlctl.environments.process import EnvironmentHost, EpisodeFailedError, Session
 from rlctl.environments.tools import INSTRUCTIONS, format_of, listed, without_call
 from rlctl.errors import InputError, WaitTimeoutError
@@ -317,9 +317,10 @@ class Player:
         reply = await session.ask(RunningEpisode.step, message, timeout_s=self._limits.turn_timeout_s)
         episode.rewarded(reply.reward)
         opened = self._play.turns.text_of(read[-OPENING_TOKENS:]).rstrip().endswith(THINK)
-        called = reply.calls > 0 or bool(asked.tools and readable_calls(text, self._play.plan.form, asked.tools))
+        form, cut = self._play.plan.form, is_cut(message)
+        called = reply.calls > 0 or bool(asked.tools and readable_calls(text, form, asked.tools, cut=cut))
         found_faults = faults_of(text, opened=opened, called=called, broken=reply.broken > 0)
-        spoken = without_call(text, self._play.plan.form) if called else text
+        spoken = without_call(text, form) if called else text
         episode.said.append(JudgedTurn(text, spoken, opened, called, found_faults))
         if found_faults:
             episode.faults[len(episode.answers) - 1] = sum(BITS[name] for name in found_faults)

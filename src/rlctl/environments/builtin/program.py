@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from rlctl.data.image_sources import saved
-from rlctl.environments.interface import Ask, Message, Step
+from rlctl.environments.interface import Ask, Message, Step, is_cut
 
 Answered = asyncio.Future[Message | None]
 """The answer to a question, when it is there; None: the episode is over."""
@@ -163,7 +163,7 @@ class Program:
             choices.append(
                 {
                     "index": index,
-                    "finish_reason": "tool_calls" if calls else _finish(one),
+                    "finish_reason": "tool_calls" if calls and not is_cut(one) else _finish(one),
                     "token_ids": list(one["tokens"]),
                     "logprobs": {"content": _logprobs(one)} if asked.get("logprobs") else None,
                 }
@@ -243,7 +243,7 @@ def _texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _finish(answer: Message) -> str:
-    return "length" if answer["stop_reason"] == "length" else "stop"
+    return "length" if is_cut(answer) else "stop"
 
 
 def _logprobs(answer: Message) -> list[dict[str, Any]]:

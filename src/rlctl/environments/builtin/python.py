@@ -39,8 +39,8 @@ def _(program, tests, mark):
         raise ended
 _({program!r}, {tests!r}, {mark!r})
 """
-"""Imports the program, so `if __name__ == "__main__"` is false, as in HumanEval's and LiveCodeBench's harnesses. What it
-defined before it exited or asked for input, which calls do not give, is tested too."""
+"""Imports the program, so `if __name__ == "__main__"` is false, as in HumanEval's harness. What it defined before it
+exited or asked for input, which calls do not give, is tested too."""
 
 
 class Python:
