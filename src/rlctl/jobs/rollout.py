@@ -21,7 +21,7 @@ from rlctl.data.image_sources import MARK
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.errors import InputError
 from rlctl.jobs.generate import CompletionJob, completion_job, started_engines
-from rlctl.jobs.prepare import with_images
+from rlctl.jobs.prepare import with_images, with_time
 from rlctl.refit.decoding import policy_difference
 from rlctl.rewards.reward_plan import any_reward, mixed_rewards
 from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest
@@ -52,7 +52,7 @@ def episodes_job(
     resolved: Resolved, checkpoint: Checkpoint | None, count: int, compares: bool, tell: Tell
 ) -> EpisodesJob:
     """Open model, data and environment. Raises InputError for what is wrong with them."""
-    resolved = resolved if checkpoint else with_images(resolved)
+    resolved = with_time(resolved if checkpoint else with_images(resolved))
     job = replace(completion_job(resolved, 1, checkpoint, count, tell), compares=compares)
     if checkpoint is not None and compares:
         raise InputError("--check applies to a model: a checkpoint's refit is verified anyway.", "Leave it out.")
@@ -60,7 +60,8 @@ def episodes_job(
     for note in prompts.sources[0].encoder.notes_on(prompts.prompt_at(position) for position in range(count)):
         tell(note)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
-    rewards = mixed_rewards(listed, opened=prompts.encoder.opens_thought) if any_reward(listed) else None
+    opened, time = prompts.encoder.opens_thought, job.config.model.chat_template_time
+    rewards = mixed_rewards(listed, opened=opened, time=time) if any_reward(listed) else None
     if rewards is None and prompts.environment is None:
         raise InputError(
             "There is no environment and no reward: nothing to look at.", "Give --env, --tool or --reward."

@@ -48,12 +48,11 @@ class ModelTexts:
     """Prompts and completions in the reward model's tokenizer and chat template, without the run's system prompt,
     template and suffix."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, time: str | None = None) -> None:
         from transformers import AutoConfig
 
-        directory = Path(name.removeprefix(MODEL))
-        tokenizer = load_tokenizer(directory, ModelConfig())
-        self._encoder = PromptEncoder.build(tokenizer, ModelConfig(), DataConfig(), directory)
+        directory, model = Path(name.removeprefix(MODEL)), ModelConfig(chat_template_time=time)
+        self._encoder = PromptEncoder.build(load_tokenizer(directory, model), model, DataConfig(), directory)
         limit = getattr(AutoConfig.from_pretrained(directory), "max_position_embeddings", None)
         self._limit = int(limit or 2**31)
 
@@ -73,10 +72,10 @@ class ModelTexts:
 class ModelScorer:
     """The score of prompt and completion, as transformers computes it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, time: str | None = None) -> None:
         from transformers import AutoModelForSequenceClassification
 
-        self._texts = ModelTexts(name)
+        self._texts = ModelTexts(name, time)
         directory = Path(name.removeprefix(MODEL))
         self._model = AutoModelForSequenceClassification.from_pretrained(directory, dtype="float32").eval()
 

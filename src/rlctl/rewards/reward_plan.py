@@ -34,17 +34,18 @@ def prepare_rewards(
     *,
     apart: bool = False,
     opened: bool = False,
+    time: str | None = None,
 ) -> RewardPlan:
     """Return the reward's plan for a source, after a trial of every scorer (`tried`). `completion` is tried too.
-    `apart`: the training engine computes a reward model, untried here. `opened`: prompts open a thought. Raises
-    InputError for unknown, unsuitable, unloadable or failing scorers."""
+    `apart`: the training engine computes a reward model, untried here. `opened`: prompts open a thought. `time`: the
+    time in a reward model's chat template. Raises InputError for unknown, unsuitable, unloadable or failing scorers."""
     terms = _checked_terms(reward, source)
     names = [term.name for term in terms]
     extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
     # What decides accuracy: the first term that compares with the reference answer, if there is one.
     accuracy = next((name for name in names if name in BUILT_IN and name not in OF_FORM), None)
     plan = RewardPlan(
-        terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error, opened=opened
+        terms, extraction, reason, source.task, accuracy, reward.timeout_s, (), (), reward.on_error, opened, time
     )
     own = tuple(term for term in terms if not (apart and term.name.startswith(MODEL)))
     return replace(tried(replace(plan, terms=own), source, completion) if own else plan, terms=terms)
@@ -100,10 +101,11 @@ def mixed_rewards(
     *,
     apart: bool = False,
     opened: bool = False,
+    time: str | None = None,
 ) -> Rewards:
     """Return the plan of one source, or several by label, with the arguments of `prepare_rewards`."""
     plans = {
-        label: prepare_rewards(reward, source, completion, apart=apart, opened=opened)
+        label: prepare_rewards(reward, source, completion, apart=apart, opened=opened, time=time)
         for label, reward, source in sources
     }
     return MixedRewards(plans) if len(plans) > 1 else next(iter(plans.values()))

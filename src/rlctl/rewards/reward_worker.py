@@ -86,7 +86,8 @@ class RewardWorker:
         for process in self._processes.values():
             process.start()
         if self._models:
-            self._texts = ModelTexts(next(iter(self._models.values())))  # a run has one
+            source, model = next(iter(self._models.items()))  # a run has one
+            self._texts = ModelTexts(model, self._plans[source].time)
 
     def write(self, requests: Sequence[ScoreRequest]) -> tuple[list[WrittenGroup], list[RolloutColumns]]:
         written, columns = [], []

@@ -256,6 +256,8 @@ class RewardPlan:
     """Reaction to a function of the user's that fails on a completion."""
     opened: bool = False
     """Whether prompts open a thought, so answers follow its end."""
+    time: str | None = None
+    """`model.chat_template_time`, which the chat template of a reward model writes too."""
 
     @property
     def scorers(self) -> tuple[str, ...]:
@@ -316,7 +318,9 @@ class RewardPlan:
         }
 
         def other(name: str) -> Scorer | BatchScorer:
-            return ModelScorer(name) if name.startswith(MODEL) else user_scorer(name, CALL_SHARE * self.timeout_s)
+            if name.startswith(MODEL):
+                return ModelScorer(name, self.time)
+            return user_scorer(name, CALL_SHARE * self.timeout_s)
 
         return [made[term.name](**term.params) if term.name in made else other(term.name) for term in self.terms]
 

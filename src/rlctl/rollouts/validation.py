@@ -80,7 +80,8 @@ class ValidationSet:
         drawn = [source[order.at(place)] for place in range(min(len(source), wanted.max_prompts))]
         rows = readable(drawn, data, encoder)
         alone = environment is not None and environment.plan.name and not (reward.terms or source.task)
-        rewards = None if alone else prepare_rewards(reward, source, apart=True, opened=encoder.opens_thought)
+        opened, time = encoder.opens_thought, config.model.chat_template_time
+        rewards = None if alone else prepare_rewards(reward, source, apart=True, opened=opened, time=time)
         judged = rewards is not None and rewards.accuracy_by
         names = ["reward_mean", *(["accuracy", f"pass@{wanted.samples}"] if judged else [])]
         if metric_of_the_best(config) not in names:

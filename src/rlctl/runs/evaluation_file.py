@@ -93,6 +93,10 @@ class SampleFile:
                 "Name another file, or restore the setting.",
             )
 
+    def setting(self, key: str) -> Any:
+        """Return the value of a setting that the file's samples have; None: they have none."""
+        return next((settings[key] for settings in self._settings.values() if key in settings), None)
+
     def samples(self, task: str, model: str) -> dict[tuple[int, int], dict[str, Any]]:
         return self._samples.setdefault((task, model), {})
 

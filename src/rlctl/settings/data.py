@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
@@ -27,6 +28,9 @@ class ModelConfig(Section):
     """Jinja chat template that replaces the model's: a file, or the text itself."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as enable_thinking."""
+    chat_template_time: str | None = None
+    """Date and time that the chat template writes with `strftime_now`, such as 2026-11-28T17:50:00. Unset: the start of
+    the run, which its resumes and evaluations use again."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of training and generation. auto is bfloat16 on GPUs, and on CPUs where a probe shows bfloat16
     products to be 1.5 times as fast as float32 (else float32). float16 resolves eight times finer than bfloat16 and
@@ -50,6 +54,16 @@ class ModelConfig(Section):
     """Frozen parts of a vision-language model: vision (the tower), projector, language."""
     trust_remote_code: bool = False
     """Allow Python code of the model repository to run."""
+
+    @field_validator("chat_template_time")
+    @classmethod
+    def validate_time(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                datetime.fromisoformat(value)
+            except ValueError as error:
+                raise ValueError("it is no date such as 2026-11-28 or 2026-11-28T17:50:00") from error
+        return value
 
 
 DataOrder = Literal["shuffled", "as-written", "difficulty", "pass-rate"]
