@@ -92,7 +92,7 @@ class Shape:
 
 
 def resolved(model: Path, shape: Shape, steps: int) -> Resolved:
-    from rlctl.config.load import resolve  # absent where TRL runs
+    from rlctl.methods.configuration import resolve  # absent where TRL runs
 
     return resolve("laptop", flags={"model.name": str(model), **shape.settings(steps)})
 

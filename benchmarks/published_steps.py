@@ -19,9 +19,9 @@ from typing import Any
 
 import yaml
 
-from rlctl.config.load import resolve
 from rlctl.errors import NoPlanError, RlctlError
 from rlctl.jobs.prepare import shown_plan
+from rlctl.methods.configuration import resolve
 from rlctl.planner.inputs.constants import DEFAULTS, FITTED, RESOLUTION, Constants
 from rlctl.planner.make_plan import make_plan
 from rlctl.planner.result import Plan

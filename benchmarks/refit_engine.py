@@ -22,9 +22,9 @@ from rlctl.backends.vllm.args import engine_spec
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.ray_session import ray_session
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
-from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.jobs.run_workers import ENGINE_PROCESS
+from rlctl.methods.configuration import resolve
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.session import Receive, RefitSession
 from rlctl.refit.synthetic import SyntheticSender

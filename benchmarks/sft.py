@@ -30,11 +30,11 @@ from one_process import policy
 
 from rlctl.backends.packing import plan_batch
 from rlctl.backends.policy_rank import PolicyRank
-from rlctl.config.load import resolve
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText, trained_texts
 from rlctl.methods.available import method_from_config
+from rlctl.methods.configuration import resolve
 from rlctl.report import charts
 from rlctl.rollouts.dataset import columns_of, group_of
 from rlctl.settings.data import DataConfig, ModelConfig

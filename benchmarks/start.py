@@ -32,8 +32,8 @@ PARTS = ("data", "ray", "engine", "policy", "whole")
 
 def job_of_run() -> Any:
     """Prepare the run as its command does."""
-    from rlctl.config.load import resolve
     from rlctl.jobs.prepare import prepare_job
+    from rlctl.methods.configuration import resolve
 
     return prepare_job(resolve("laptop", flags=RUN), starts=lambda config, plan, workers: None)
 

@@ -16,9 +16,9 @@ from typing import Any
 import rlctl
 from rlctl.cli import COMMANDS, load_command
 from rlctl.commands.parsing import help_record
-from rlctl.config.keys import section_names, section_of
-from rlctl.config.kinds import sections_of
+from rlctl.config.schema import section_of
 from rlctl.config.section import Section
+from rlctl.methods.configuration import schema
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -65,8 +65,7 @@ def described(path: list[str], command: Any) -> Iterator[str]:
 def configuration_page() -> str:
     """Return a section for each section of the schema, with type, default and meaning of its keys."""
     parts = ["# Configuration keys\n\nThis page is generated from the schema; `rlctl config schema` prints the same."]
-    for name in section_names():
-        classes = sections_of(name)
+    for name, classes in schema().sections.items():
         parts.append(f"## {name}\n\n{plain(classes[0].__doc__)}")
         rows: dict[str, str] = {}  # by key; where methods differ, that of `train grpo`
         for section in classes:

@@ -14,8 +14,8 @@ import pytest
 
 import rlctl
 from rlctl import api
-from rlctl.config.load import resolve
 from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
+from rlctl.methods.configuration import resolve
 from rlctl.telemetry.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from rlctl.cli import COMMANDS
+from rlctl.config.plugins import EntryPointGroup
 
 ROOT = Path(__file__).parents[1]
+GROUPS = get_args(EntryPointGroup)
 ENGINES = ("torch", "ray", "vllm", "transformers", "megatron")
 
 
@@ -39,4 +46,41 @@ def test_importing_a_command_imports_no_engine(name: str) -> None:
 
 
 def test_resolving_a_configuration_imports_no_engine() -> None:
-    assert imported_after("from rlctl.config.load import resolve\nresolve('1node')") == set()
+    assert imported_after("from rlctl.methods.configuration import resolve\nresolve('1node')") == set()
+
+
+def test_resolving_one_configuration_class_loads_few_modules() -> None:
+    code = (
+        "import sys; from rlctl.config.load import resolve; from rlctl.settings.config import RlctlConfig\n"
+        "print(resolve(RlctlConfig, sets=['run.steps=1'], environment={}).config.run.steps)\n"
+        "print(*(name for name in sys.modules if name.startswith('rlctl.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    steps, modules = done.stdout.splitlines()
+    assert steps == "1"
+    assert len(modules.split()) <= 30
+    assert {name.split(".")[1] for name in modules.split()} <= {"config", "settings", "errors"}
+
+
+def test_modules_that_are_named_in_texts_are_not_above() -> None:
+    """import-linter does not see modules that `import_module` or an entry point's text names."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(one["layers"] for one in contracts if one["type"] == "layers")
+    rank = {name.strip(): depth for depth, layer in enumerate(layers) for name in layer.split("|")}
+    edges = list(named_modules())
+    assert len(edges) > 20
+    assert [edge for edge in edges if rank.get(edge[0], 0) > rank.get(edge[1], len(rank))] == []
+
+
+def named_modules() -> Iterator[tuple[str, str, str]]:
+    """Yield the room of each file, the room of a module that one of its texts names, and the text."""
+    source = ROOT / "src"
+    for path in sorted((source / "rlctl").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Constant) and isinstance(node.value, str)) or node.value in GROUPS:
+                continue
+            module = node.value.partition(":")[0]
+            place = source.joinpath(*module.split("."))
+            if re.fullmatch(r"rlctl(\.\w+)+", module) and (place.is_dir() or place.with_suffix(".py").is_file()):
+                own = ".".join(path.relative_to(source).with_suffix("").parts[:2])
+                yield own, ".".join(module.split(".")[:2]), node.value

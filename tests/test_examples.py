@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlctl.config.load import resolve
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.isolation.user_function import UserBatchScorer, user_scorer
+from rlctl.methods.configuration import resolve
 from support.hosts import made_hosts
 from support.runs import LIMIT_S, REWARD, TASK, results, started
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.cli import COMMANDS
-from rlctl.config.keys import field, known_keys, section_of
+from rlctl.methods.configuration import schema
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +35,7 @@ def test_the_commands_are_generated(site: Path) -> None:
 
 def test_every_key_is_generated(site: Path) -> None:
     page = (site / "reference" / "configuration.html").read_text()
-    keys = [key for key in known_keys() if field(key) is not None and section_of(field(key).annotation) is None]
+    keys = [key for key in schema().keys if not schema().is_section(key)]
     assert [key for key in keys if f"<code>{key}</code>" not in page] == []
 
 

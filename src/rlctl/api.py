@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.config.load import Resolved, from_sources
+from rlctl.config.load import Resolved
 from rlctl.config.sources import Source, Value, flatten, sources_in_order
 from rlctl.errors import InputError, missing_package
 from rlctl.methods.available import register as register_algorithm
+from rlctl.methods.configuration import from_sources, registry, schema
 
 if TYPE_CHECKING:
     from rlctl.jobs.training_run import RunSummary
@@ -38,8 +39,8 @@ def load_config(
 
     Raises ConfigError for a wrong key or value, naming the nearest known one.
     """
-    sources = sources_in_order(preset, files, os.environ, {}, ())
-    return from_sources([*sources, Source(flatten(with_references(values or {}), "program"))])
+    sources = sources_in_order(preset, files, os.environ, {}, (), registry=registry())
+    return from_sources([*sources, Source(flatten(with_references(values or {}), "program", schema()))])
 
 
 def plan(config: Resolved) -> Plan:

@@ -187,9 +187,9 @@ def test_json_is_printed_once_when_a_check_fails() -> None:
 )
 def test_a_gpu_that_is_named_is_looked_for(kind: str, code: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlctl.commands.doctor import wanted
-    from rlctl.config.load import resolve
     from rlctl.doctor.gpus import check_gpus
     from rlctl.errors import InputError
+    from rlctl.methods.configuration import resolve
 
     config = resolve(sets=[f"cluster.gpu={kind}"], environment={}).config
     if code == 2:
@@ -236,10 +236,10 @@ def test_shown_configuration_reads_back_as_itself(tmp_path: Path) -> None:
 
 
 def test_schema_lists_every_key() -> None:
-    from rlctl.config.keys import known_keys
+    from rlctl.methods.configuration import schema
 
     text = rlctl("config", "schema").stdout
-    assert all(f"  {key.partition('.')[2]}: " in text for key in known_keys())
+    assert all(f"  {key.partition('.')[2]}: " in text for key in schema().keys)
     assert json.loads(rlctl("config", "schema", "run", "--json").stdout)["properties"]["steps"]["default"] == 100
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlctl import cli
-from rlctl.config.load import resolve
+from rlctl.methods.configuration import resolve
 from support.commands import rlctl
 
 ARROWS = '{"problem": "2 + 3?", "solution": "5"}\n' * 4

@@ -15,8 +15,8 @@ from rlctl import cli
 from rlctl.commands import options
 from rlctl.commands.output import message
 from rlctl.commands.parsing import ALIASES, PANELS, SIMILAR
-from rlctl.config.keys import field
 from rlctl.methods.available import METHODS
+from rlctl.methods.configuration import schema
 from rlctl.telemetry import terminal
 from support.commands import rlctl
 
@@ -160,7 +160,7 @@ def test_every_name_leads_to_a_flag_or_key_that_exists() -> None:
     words = [word.strip(".,;:()").partition("=")[0] for text in SIMILAR.values() for word in text.split()]
     assert {word for word in words if word.startswith("--")} <= flags
     keys = [word for word in words if "." in word and not word.startswith("-") and word.islower()]
-    assert [key for key in keys if field(key) is None] == []
+    assert [key for key in keys if schema().field(key) is None] == []
 
 
 def test_quiet_leaves_errors_and_results(asked: Asked, tmp_path: Any) -> None:

@@ -20,16 +20,15 @@ import rlctl
 from rlctl.cli import COMMANDS
 from rlctl.commands import options, train
 from rlctl.commands.generate import model_or_checkpoint
-from rlctl.config.keys import known_keys, section_names
-from rlctl.config.kinds import sections_of
 from rlctl.config.section import PassThrough, Section
+from rlctl.methods.configuration import schema
 from rlctl.planner.inputs.request import Request
 
 SOURCE = Path(rlctl.__file__).parent
 SECTIONS = {
     one.__name__: name
-    for name in section_names()
-    for kind in sections_of(name)
+    for name, kinds in schema().sections.items()
+    for kind in kinds
     for one in kind.__mro__
     if issubclass(one, Section) and one not in (Section, PassThrough)
 }
@@ -78,7 +77,7 @@ def without_validators(tree: ast.Module) -> ast.Module:
 def reads() -> dict[str, list[str]]:
     """`section.key` -> places that read it."""
     places: dict[str, list[str]] = defaultdict(list)
-    keys = set(known_keys())
+    keys = set(schema().keys)
     parsed = [(name, without_validators(tree)) for name, tree in modules()]
     fields: dict[str, set[str]] = defaultdict(set)  # of dataclasses, read from other modules too
     for _, tree in parsed:
@@ -120,7 +119,7 @@ def places() -> dict[str, list[str]]:
     return reads()
 
 
-@pytest.mark.parametrize("key", known_keys())
+@pytest.mark.parametrize("key", schema().keys)
 def test_a_key_of_the_schema_is_read(key: str, places: dict[str, list[str]]) -> None:
     assert places[key], f"nothing reads {key}"
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.keys import keys_of, nearest
-from rlctl.config.load import from_sources, resolve, stored_values
+from rlctl.config.load import stored_values
 from rlctl.config.presets import preset_names, presets_directory, read_preset
+from rlctl.config.schema import Schema
 from rlctl.config.sources import GivenFlag, Source
 from rlctl.errors import ConfigError
 from rlctl.methods.available import BUILT_IN, defaults_of
+from rlctl.methods.configuration import from_sources, resolve, schema
 from rlctl.settings.config import RolloutConfig
 from rlctl.settings.rewards import RewardTerm
 
@@ -83,7 +84,7 @@ def test_what_an_algorithm_sets_is_valid_and_kept_by_a_manifest(name: str) -> No
 
 def test_every_key_has_an_origin() -> None:
     resolved = resolve(environment={})
-    assert set(keys_of(type(resolved.config))) <= set(resolved.origin)
+    assert set(Schema((type(resolved.config),)).keys) <= set(resolved.origin)
 
 
 def test_values_of_the_planner_keep_the_origins_of_the_others() -> None:
@@ -328,8 +329,8 @@ def test_a_stronger_source_wins_inside_of_a_mapping(tmp_path: Path) -> None:
 
 
 def test_nearest_key() -> None:
-    assert nearest("generation.max_tokens") == "generation.max_new_tokens"
-    assert nearest("zzz.qqq") is None
+    assert schema().nearest("generation.max_tokens") == "generation.max_new_tokens"
+    assert schema().nearest("zzz.qqq") is None
 
 
 def test_presets_are_found_in_a_checkout_and_shipped_in_the_wheel() -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import rlctl
-from rlctl.config.keys import field, known_keys
 from rlctl.config.other_trainers import NAMES
 from rlctl.config.passthrough import ALIASES, MANAGED, TARGETS, installed_field
 from rlctl.config.sources import OWN_VARIABLES
+from rlctl.methods.configuration import schema
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.recipes.hydra import Override
 from rlctl.recipes.nemo_rl.recipe import import_recipe
@@ -50,11 +50,11 @@ def texts() -> Iterator[tuple[str, str]]:
 
 def exists(key: str) -> bool:
     whole = ".".join(key.split(".")[:2])
-    if key in known_keys() or key in ALIASES or key in MANAGED:
+    if key in schema().keys or key in ALIASES or key in MANAGED:
         return True
     if key.partition(".")[0] in TARGETS:
         return installed_field(whole) is not None
-    return whole in known_keys() and field(key) is not None
+    return whole in schema().keys and schema().field(key) is not None
 
 
 def test_every_key_that_is_named_exists() -> None:
@@ -79,11 +79,11 @@ def test_variables_without_a_key_are_those_that_the_environment_may_hold() -> No
 
 
 def test_every_key_of_another_trainer_leads_to_a_key_that_exists() -> None:
-    from rlctl.config.keys import field, nearest
+
     from rlctl.config.other_trainers import KEYS
 
-    assert [key for key in KEYS.values() if field(key) is None] == []
-    assert nearest("actor_rollout_ref.rollout.n") == "batch.generations"
+    assert [key for key in KEYS.values() if schema().field(key) is None] == []
+    assert schema().nearest("actor_rollout_ref.rollout.n") == "batch.generations"
 
 
 def test_every_key_that_stands_for_one_of_another_program_exists() -> None:

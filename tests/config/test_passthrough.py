@@ -16,11 +16,11 @@ import pytest
 
 from rlctl.backends.megatron import backend
 from rlctl.config import installed, passthrough
-from rlctl.config.keys import field, known_keys
-from rlctl.config.load import Resolved, resolve
+from rlctl.config.load import Resolved
 from rlctl.config.other_trainers import NAMES
 from rlctl.config.passthrough import ALIASES, CHOICES, MANAGED, TARGETS
 from rlctl.errors import ConfigError
+from rlctl.methods.configuration import resolve, schema
 
 
 def given(*sets: str) -> Resolved:
@@ -53,7 +53,7 @@ def test_the_page_has_every_field_that_is_not_forwarded() -> None:
 
 def test_fields_are_read_without_importing_the_package() -> None:
     code = (
-        "import sys; from rlctl.config.load import resolve; from rlctl.config.passthrough import TARGETS\n"
+        "import sys; from rlctl.methods.configuration import resolve; from rlctl.config.passthrough import TARGETS\n"
         "print([len(t.fields()) for t in TARGETS.values()])\n"
         "resolve(sets=['megatron.moe_router_dtype=fp64', 'vllm.enforce_eager=true'], environment={})\n"
         "print([m for m in ('torch', 'vllm', 'megatron.core', 'ray') if m in sys.modules])"
@@ -96,7 +96,7 @@ def test_other_names_and_managed_fields_exist() -> None:
         section, _, name = key.partition(".")
         if section != "scheduler":
             assert name in (TARGETS[section].fields() or {}), key
-    assert set(ALIASES.values()) - {"ddp.overlap_param_gather"} <= set(known_keys())
+    assert set(ALIASES.values()) - {"ddp.overlap_param_gather"} <= set(schema().keys)
     assert not ALIASES.keys() & MANAGED.keys()
 
 
@@ -223,7 +223,7 @@ def test_names_of_the_engines_for_keys_of_rlctl() -> None:
 
 def test_every_alias_takes_what_its_key_takes() -> None:
     for theirs, ours in ALIASES.items():
-        assert field(ours) is not None, theirs
+        assert schema().field(ours) is not None, theirs
 
 
 def test_what_is_not_installed_is_passed_unchecked_and_said(monkeypatch: pytest.MonkeyPatch) -> None:

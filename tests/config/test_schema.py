@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
 from rlctl.methods.available import method_from_config
+from rlctl.methods.configuration import resolve
 
 
 def resolved(*sets: str, algorithm: str = "ppo") -> object:

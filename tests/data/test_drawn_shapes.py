@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from rlctl.config.load import resolve
 from rlctl.data.drawn_shapes import DRAWN_SHAPES, INK, QUESTIONS, picture
 from rlctl.data.holdout import open_validation
 from rlctl.data.prompts import open_prompts, shows_images
 from rlctl.data.row_types import PairRows, TextRows
 from rlctl.errors import InputError
+from rlctl.methods.configuration import resolve
 from rlctl.methods.kto import LabelRows
 from rlctl.settings.data import DataConfig
 

@@ -18,11 +18,11 @@ import pytest
 from packaging.requirements import Requirement
 
 from rlctl.commands.doctor import wanted
-from rlctl.config.load import resolve
 from rlctl.doctor import gpus, host, network, software
 from rlctl.doctor.finding import GIB, Check
 from rlctl.doctor.gpus import Gpu
 from rlctl.doctor.network import NodeFacts
+from rlctl.methods.configuration import resolve
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, "570.1")
 ENGINES = {

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.load import resolve
 from rlctl.errors import InputError
 from rlctl.jobs.calibration import calibrate
 from rlctl.jobs.prepare import shown_plan
+from rlctl.methods.configuration import resolve
 from rlctl.planner.inputs.cluster import ClusterFacts, calibrated, cpu_device, make_cluster
 from rlctl.planner.inputs.request import Workload
 from rlctl.telemetry.phases import Phase

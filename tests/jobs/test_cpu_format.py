@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.load import Resolved, resolve
+from rlctl.config.load import Resolved
 from rlctl.jobs import cpu_format
 from rlctl.jobs.cpu_format import format_notes, has_instructions, measured_rates, with_cpu_format
+from rlctl.methods.configuration import resolve
 from rlctl.models.facts import ModelFacts
 
 LLAMA_8B = ModelFacts("llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072)

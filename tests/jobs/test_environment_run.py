@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.load import resolve
 from rlctl.jobs.rollout import episodes_job
+from rlctl.methods.configuration import resolve
 from rlctl.telemetry.metrics import read_metrics
 from support.commands import Run
 from support.runs import command, results, resume, started, wait_for_step, wait_until_gone

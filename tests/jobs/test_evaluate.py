@@ -12,11 +12,12 @@ import pytest
 
 import rlctl
 from rlctl.cli import run as cli
-from rlctl.config.load import Resolved, resolve
+from rlctl.config.load import Resolved
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError
 from rlctl.jobs.evaluate import Encoded, Evaluation, candidates, evaluation, open_task
 from rlctl.jobs.tiny_model import write_tiny_family
+from rlctl.methods.configuration import resolve
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase

@@ -16,11 +16,11 @@ import pytest
 from rlctl.cli import run
 from rlctl.cluster.ray_session import BesideSession
 from rlctl.config.files import write_json
-from rlctl.config.load import resolve
 from rlctl.errors import ConfigError, InputError
 from rlctl.jobs.dry_run import about
 from rlctl.jobs.prepare import Job, prepare_job
 from rlctl.jobs.train import continued, resumed_job, unused_place
+from rlctl.methods.configuration import resolve
 from rlctl.runs.directory import MANIFEST, RunDirectory
 from rlctl.telemetry.metrics import read_metrics
 

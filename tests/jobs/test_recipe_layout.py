@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.load import Resolved, resolve
+from rlctl.config.load import Resolved
 from rlctl.errors import ConfigError
 from rlctl.jobs.prepare import check_plan
 from rlctl.methods.available import method_from_config
+from rlctl.methods.configuration import resolve
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.result import Plan
 from support.catalog_models import model

@@ -11,7 +11,6 @@ from typing import cast
 
 import pytest
 
-from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.prompts import open_prompts
 from rlctl.data.row_types import PROMPTS, PairRows, RowType, TextRows
@@ -20,6 +19,7 @@ from rlctl.jobs.row_checks import look_at_rows, look_at_run
 from rlctl.jobs.shrink import MOST_PROCESSES, small_parallel, usual_letter
 from rlctl.jobs.stand_ins import generated_rows
 from rlctl.jobs.tiny_model import FAMILIES, tiny_config, write_tiny_family
+from rlctl.methods.configuration import resolve
 from rlctl.methods.kto import LabelRows
 from rlctl.models.catalog import entries
 from rlctl.models.constraints import fsdp_problems, policy_problems

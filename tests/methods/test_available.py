@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from rlctl.commands import options
-from rlctl.config.keys import field, known_keys
-from rlctl.config.load import resolve
+from rlctl.config.schema import Schema
 from rlctl.errors import ConfigError, InputError
 from rlctl.isolation.user_function import UserCode
 from rlctl.methods import available
@@ -28,6 +27,7 @@ from rlctl.methods.available import (
     method_from_config,
     register,
 )
+from rlctl.methods.configuration import resolve, schema
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.policy_gradient import PolicyGradient
@@ -153,7 +153,7 @@ def test_each_algorithm_is_made_by_its_name_and_arrives_in_another_process(name:
 
 def test_what_sets_values_is_an_algorithm_and_the_flag_counts_them() -> None:
     assert set(commands()) == {"grpo", *METHODS}
-    assert all(field(key, config_class(name)) for name in BUILT_IN for key in defaults_of(name))
+    assert all(Schema((config_class(name),)).field(key) for name in BUILT_IN for key in defaults_of(name))
     option = options.FLAGS["algorithm"]
     named = option.help.split(" and ")[0].split(", ")
     assert set(named) < set(ALGORITHMS)
@@ -191,18 +191,18 @@ def test_the_table_of_the_documentation_has_every_algorithm_and_what_it_sets() -
 
 
 def test_every_key_that_the_documentation_names_exists() -> None:
-    sections = {key.partition(".")[0] for key in known_keys()}
+    sections = {key.partition(".")[0] for key in schema().keys}
     written = re.findall(r"\b([a-z]+\.[a-z_]+)\b", " ".join(re.findall("`([^`]+)`", PAGE)))
     named = {key for key in written if key.partition(".")[0] in sections}
     assert len(named) > 25
-    assert {key for key in named if field(key) is None} == set()
+    assert {key for key in named if schema().field(key) is None} == set()
 
 
 def test_every_key_of_the_algorithms_is_in_the_documentation() -> None:
-    keys = [key for key in known_keys() if key.startswith(("advantage.", "filter."))]
+    keys = [key for key in schema().keys if key.startswith(("advantage.", "filter."))]
     keys += [
         key
-        for key in known_keys()
+        for key in schema().keys
         if key.startswith("loss.") and key not in ("loss.function", "loss.params", "loss.needs")
     ]
     assert {key for key in keys if key not in PAGE} <= {"loss.dual_clip"}

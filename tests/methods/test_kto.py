@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlctl.backends.batch import MinibatchResult, TokenBatch
-from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
+from rlctl.methods.configuration import resolve
 from rlctl.methods.kto import Kto
 from rlctl.training.loop import make_batch
 from rlctl.training.method import RunLoss

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rlctl.backends.batch import MinibatchResult, TokenBatch
-from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
 from rlctl.methods.available import method_from_config
+from rlctl.methods.configuration import resolve
 from rlctl.methods.preference import DpoConfig
 from rlctl.training.loop import make_batch
 from rlctl.training.method import RunLoss

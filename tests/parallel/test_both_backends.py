@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rlctl.backends.clients import only_result
-from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.methods.available import ALGORITHMS, BUILT_IN, method_from_config
+from rlctl.methods.configuration import resolve
 from rlctl.training.method import RunLoss
 from support.parallel_cases import Case, load_batch, make_worker
 from support.pool import Pools

@@ -15,9 +15,9 @@ import torch
 from rlctl.backends.batch import MinibatchResult
 from rlctl.backends.clients import only_result
 from rlctl.backends.packing import plan_batch
-from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.methods.available import method_from_config
+from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.settings.training import OptimizerConfig
 from rlctl.training.loop import make_batch

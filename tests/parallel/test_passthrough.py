@@ -7,8 +7,8 @@ import pytest
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.megatron.args import optimizer_values, transformer_values
 from rlctl.backends.megatron.compat import make_config
-from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
+from rlctl.methods.configuration import resolve
 from support.parallel_cases import run_built_configs
 from support.pool import Pools
 from support.reference_policy import facts

@@ -16,11 +16,11 @@ from rlctl.backends.clients import only_result
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.backends.packing import plan_batch
-from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText
 from rlctl.methods.available import method_from_config
+from rlctl.methods.configuration import resolve
 from rlctl.methods.kto import Kto
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.rollouts.dataset import columns_of, group_of

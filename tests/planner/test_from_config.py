@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from rlctl.config.load import resolve
 from rlctl.errors import MachineError
+from rlctl.methods.configuration import resolve
 from rlctl.models.catalog import lookup
 from rlctl.planner import from_config
 from rlctl.planner.from_config import local_gpus, moment_bytes

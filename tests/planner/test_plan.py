@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError, MachineError, NoPlanError
+from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ListedTensor
 from rlctl.planner.choice import LoraChoice, TrainingChoice

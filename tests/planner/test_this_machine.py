@@ -8,12 +8,12 @@ import pytest
 
 from rlctl.backends.vllm.args import refuse_unsupported
 from rlctl.commands.doctor import wanted
-from rlctl.config.load import resolve
 from rlctl.doctor.finding import Check
 from rlctl.doctor.gpus import Gpu, check_driver
 from rlctl.doctor.network import NodeFacts, compare_memory
 from rlctl.errors import ConfigError
 from rlctl.jobs.run_workers import policy_environment
+from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import cluster_from_config

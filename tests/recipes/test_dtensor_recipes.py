@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rlctl.config.load import Resolved, resolve
+from rlctl.config.load import Resolved
 from rlctl.config.recipes import Import
+from rlctl.methods.configuration import resolve
 from rlctl.models.catalog import lookup
 from rlctl.recipes.nemo_rl.recipe import import_recipe
 from support.plans import plan_of, workload_of

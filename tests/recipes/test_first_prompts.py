@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from rlctl.config.load import resolve
 from rlctl.jobs.dry_run import dry_train
+from rlctl.methods.configuration import resolve
 
 ASKED = [{"role": "user", "content": 'Janet has 3 ducks and buys 2. How many? Let\'s think step by step and output the '
           'final answer after "####".'}]  # fmt: skip

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rlctl.config.keys import nest
-from rlctl.config.load import resolve
 from rlctl.config.recipes import Import
+from rlctl.config.schema import nest
 from rlctl.data.image_rows import holds_images
 from rlctl.data.image_sources import MARK, images_of
 from rlctl.data.prompts import open_prompts
@@ -19,6 +18,7 @@ from rlctl.errors import AbsentError, ConfigError, InputError
 from rlctl.jobs.open_model import published_facts
 from rlctl.jobs.prepare import check_plan, checked_method
 from rlctl.jobs.tiny_vision import square
+from rlctl.methods.configuration import resolve
 from rlctl.recipes.nemo_rl.recipe import import_recipe
 from rlctl.settings.data import DataConfig
 from support.image_recipes import IMAGE_RECIPES, write_image_recipe

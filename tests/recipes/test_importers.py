@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import rlctl
-from rlctl.config.load import resolve
 from rlctl.config.recipes import Entry, Import
 from rlctl.errors import ConfigError, InputError
+from rlctl.methods.configuration import resolve
 from rlctl.recipes import available
 from support.commands import rlctl as command
 
@@ -91,7 +91,7 @@ def test_a_configuration_of_rlctl_s_own_imports_no_importer(tmp_path: Path) -> N
     path.write_text("optimizer: {lr: 1e-6}\n")
     code = f"""
 import sys
-from rlctl.config.load import resolve
+from rlctl.methods.configuration import resolve
 resolve(files=[{str(path)!r}], environment={{}}, overrides=["run.steps=3"])
 print(*(name for name in sys.modules if name.startswith(("rlctl.recipes.", "hydra", "omegaconf"))))
 """

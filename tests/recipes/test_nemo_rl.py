@@ -16,9 +16,9 @@ from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 
 from rlctl.backends.messages import Sampling
 from rlctl.checkpoints.locations import converted_directory
-from rlctl.config.keys import nest
-from rlctl.config.load import Resolved, from_sources, resolve, stored_values
+from rlctl.config.load import Resolved, stored_values
 from rlctl.config.recipes import Import
+from rlctl.config.schema import nest
 from rlctl.config.sources import Source
 from rlctl.data.prompts import open_prompts
 from rlctl.data.templates import PromptTemplate
@@ -26,6 +26,7 @@ from rlctl.errors import ConfigError, InputError
 from rlctl.jobs.open_model import published_facts
 from rlctl.jobs.prepare import loggers_of
 from rlctl.methods.available import method_from_config
+from rlctl.methods.configuration import from_sources, registry, resolve
 from rlctl.methods.rl.advantages import overlong_penalty
 from rlctl.methods.rl.algorithm import refuse_async
 from rlctl.models.catalog import lookup
@@ -54,7 +55,7 @@ def written(tmp_path: Path, values: dict[str, Any], base: str = "") -> Path:
 def recipe(tmp_path: Path, base: str = "llama_megatron.yaml", **changes: Any) -> Import:
     """The Megatron recipe, or another, with `changes` merged in by dotted key (`__` for a dot)."""
     values = nest({key.replace("__", "."): value for key, value in changes.items()})
-    return import_recipe(written(tmp_path, values, base))
+    return import_recipe(written(tmp_path, values, base)).without_invalid(registry().config_class)
 
 
 def status(result: Import, key: str) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
+from rlctl.methods.configuration import resolve
 from rlctl.recipes.trl.mapping import TABLES
 from rlctl.recipes.trl.recipe import import_recipe
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.load import Resolved, resolve
+from rlctl.config.load import Resolved
 from rlctl.errors import ConfigError
+from rlctl.methods.configuration import resolve
 from rlctl.recipes.verl.recipe import import_recipe
 from rlctl.recipes.verl.script import command_line
 from support.commands import rlctl

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from rlctl.checkpoints.hf.model_facts import known_facts
-from rlctl.config.load import resolve
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.images import ImageProcessor
 from rlctl.data.prompt_records import row_from_record
@@ -20,6 +19,7 @@ from rlctl.jobs.dry_run import FirstLook
 from rlctl.jobs.prepare import prepare_job
 from rlctl.jobs.rollout import EpisodesJob, episodes_job
 from rlctl.methods.available import method_from_config
+from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.vision_tower import image_share

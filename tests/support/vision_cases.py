@@ -16,11 +16,11 @@ from torch import Tensor
 from rlctl.backends.batch import MinibatchResult, WeightedRollout
 from rlctl.backends.packing import plan_batch
 from rlctl.checkpoints.hf.model_facts import facts_in
-from rlctl.config.load import resolve
 from rlctl.data.images import MODEL_INPUTS, ImageProcessor
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText
 from rlctl.methods.available import method_from_config
+from rlctl.methods.configuration import resolve
 from rlctl.rollouts.dataset import columns_of, group_of
 from rlctl.settings.training import LoraConfig, OptimizerConfig
 from rlctl.training.loop import make_batch

@@ -14,9 +14,8 @@ from rlctl.commands import options, output
 from rlctl.commands.output import examples, message, print_json
 from rlctl.commands.parsing import App
 from rlctl.config.files import user_path
-from rlctl.config.kinds import DEFAULT_METHOD, command_of, config_class, config_classes, defaults_of
-from rlctl.config.recipes import trainers
 from rlctl.errors import listed
+from rlctl.recipes.available import names as trainers
 from rlctl.telemetry.terminal import Severity, colored
 
 if TYPE_CHECKING:
@@ -48,20 +47,23 @@ def schema(
     json_: options.Json = False,
 ) -> None:
     """List every key of a method with its type, default and meaning; --json prints a JSON Schema."""
-    from rlctl.config.keys import nearest, own_section, section_names
-    from rlctl.config.kinds import method_names, sections_of
+    from rlctl.config.schema import Schema
     from rlctl.errors import ConfigError
+    from rlctl.methods import available
+    from rlctl.methods.configuration import DEFAULT_METHOD
+    from rlctl.methods.configuration import schema as whole_schema
 
     words = list(names or ())
-    method = next((name for name in words if name in method_names()), None)
+    method = next((name for name in words if name in available.names()), None)
     if method is not None:
         words.remove(method)  # a section may have the method's name
     section = next(iter(words), None)
-    sections = tuple(config_class(method).model_fields) if method else section_names()
+    everything = whole_schema()
+    sections = Schema((available.config_class(method),)).sections if method else everything.sections
     if section is not None and section not in sections:
-        meant = nearest(section)
+        meant = everything.nearest(section)
         hint = f"Did you mean `{meant}`?" if meant else f"There are: {', '.join(sections)}."
-        which = f"`{command_of(method)}` has" if method else "there is"
+        which = f"`{available.command_of(method)}` has" if method else "there is"
         raise ConfigError(f"{which} no section `{section}`.", hint)
     chosen = [name for name in sections if section in (None, name)]
     if json_:
@@ -69,8 +71,8 @@ def schema(
         print_json(whole if section is None else whole["$defs"][whole["properties"][section]["$ref"].split("/")[-1]])
         return
     for name in chosen:
-        classes = own_section(config_class(method), name) if method else sections_of(name)
-        lines = key_lines(classes, defaults=defaults_of(method or DEFAULT_METHOD), section=name)
+        classes, defaults = sections[name], available.defaults_of(method or DEFAULT_METHOD)
+        lines = key_lines(classes, defaults=defaults, section=name)
         head = f"{name}:  # {classes[0].__doc__}"
         output.show("\n".join((head, *lines, *passed_lines(name, whole=section is not None))))
 
@@ -78,8 +80,10 @@ def schema(
 def json_schema(method: str | None = None) -> dict[str, Any]:
     """Return the JSON Schema of one method, or of all methods together, with pass-through fields."""
     from rlctl.config.passthrough import TARGETS, json_properties
+    from rlctl.methods.available import config_class
+    from rlctl.methods.configuration import schema as whole_schema
 
-    configs = [config_class(method)] if method else [config_class(DEFAULT_METHOD), *config_classes()]
+    configs = (config_class(method),) if method else whole_schema().classes
     schema, *others = (config.model_json_schema() for config in configs)
     defs = schema["$defs"]
     for other in others:
@@ -177,24 +181,25 @@ def import_(
     all_: Annotated[bool, typer.Option("--all", help="Report the outcome of every key instead.")] = False,
     json_: options.Json = False,
 ) -> None:
-    from rlctl.config.keys import is_section
-    from rlctl.config.load import resolve
     from rlctl.config.recipes import PRESET_KEYS, is_own, read_file
     from rlctl.errors import ConfigError
+    from rlctl.methods.configuration import registry, resolve
 
-    values, importer = read_file(file, "recipe")
+    known = registry()
+    values, importer = read_file(file, "recipe", known)
     if importer is None and not values:
         raise ConfigError(f"{file} is empty: it holds no keys.", f"Name a recipe of {' or '.join(trainers())}.")
-    if importer is None and is_own(values):
+    if importer is None and is_own(values, known.schema):
         raise ConfigError(f"{file} is not a recipe but rlctl YAML.", "Pass it to --config unchanged.")
     if importer is None:
-        others = [str(key) for key in values if not is_section(str(key).partition(".")[0]) and key not in PRESET_KEYS]
+        own = {*known.schema.sections, *PRESET_KEYS}
+        others = [str(key) for key in values if str(key).partition(".")[0] not in own]
         raise ConfigError(
             f"{file} is neither a recipe of {' or '.join(trainers())} nor rlctl's YAML: rlctl has no section "
             f"{listed(others)}.",
             "docs/coming_from.md maps keys of other trainers to rlctl's.",
         )
-    recipe = importer.read(file, (), None)
+    recipe = importer.read(file, (), None).without_invalid(known.config_class)
     resolved = resolve(files=[file], environment={})
     if json_:
         entries = [{name: vars(entry)[name] for name in ("key", "value", "status", "note")} for entry in recipe.entries]
@@ -274,8 +279,8 @@ def key_lines(
     sections come after their key."""
     from pydantic import TypeAdapter
 
-    from rlctl.config.keys import section_of
     from rlctl.config.passthrough import type_words
+    from rlctl.config.schema import section_of
 
     for key, field in {key: field for one in reversed(sections) for key, field in one.model_fields.items()}.items():
         inner = section_of(field.annotation)

@@ -227,8 +227,8 @@ def resolve_config(
     """Return the configuration of this command line. `params` in `KEYS` are flags that set a key; `command` is the
     algorithm, for the commands of `train` that name one. Raises ConfigError for a wrong key or value, with its origin
     and the nearest known key."""
-    from rlctl.config.load import resolve
     from rlctl.config.sources import GivenFlag
+    from rlctl.methods.configuration import resolve
 
     if params.get("steps") is not None and params.get("epochs") is not None:
         raise InputError("--steps and --epochs both set the length of the run.", "Give one of them.")

@@ -149,13 +149,14 @@ def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:
     """Return the help line of an option with the default of its key. Commands of `train` show their method's
     defaults."""
     from rlctl.commands.options import KEYS, LORA
-    from rlctl.config.keys import field
-    from rlctl.config.kinds import DEFAULT_METHOD, config_class, defaults_of
+    from rlctl.config.schema import Schema
+    from rlctl.methods.available import config_class, defaults_of
+    from rlctl.methods.configuration import DEFAULT_METHOD
 
     record = param.get_help_record(ctx)
     sets = param.name in KEYS and param.param_type_name == "option" and LORA not in param.opts
     method = getattr(ctx.command, "method", DEFAULT_METHOD)
-    found = field(KEYS[param.name], config_class(method)) if sets else None
+    found = Schema((config_class(method),)).field(KEYS[param.name]) if sets else None
     default = None if found is None else defaults_of(method).get(KEYS[param.name], found.default)
     if record is None or not isinstance(default, str | int | float) or isinstance(default, bool) or default == "":
         return record

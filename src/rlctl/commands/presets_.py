@@ -45,8 +45,9 @@ def list_presets(json_: options.Json = False) -> None:
 def show(name: Name, json_: options.Json = False) -> None:
     """Show the values of a preset, including inherited ones, with their origin."""
     from rlctl.commands.config_ import origin_yaml
-    from rlctl.config.load import DEFAULT, resolve
+    from rlctl.config.load import DEFAULT
     from rlctl.config.presets import read_preset
+    from rlctl.methods.configuration import resolve
 
     resolved = resolve(name, environment={})
     decided = {key: value for key, value in resolved.leaves() if resolved.origin[key] != DEFAULT}

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from rlctl.config.keys import keys_of
-from rlctl.config.kinds import DEFAULT_METHOD, command_of, config_class
 from rlctl.config.passthrough import target_of
+from rlctl.config.schema import Registry, Schema
 from rlctl.config.section import Section
 from rlctl.config.sources import (
     Refusal,
     Source,
     Value,
     flatten,
-    method_source,
     settings_class,
     sources_in_order,
 )
@@ -53,6 +51,8 @@ class Resolved:
     """Lines on unsupported settings of the sources."""
     final: tuple[str, ...] = ()
     """Those of `refusals` that `--allow-differences` cannot remove: other kinds of recipe."""
+    schema: Schema = field(default_factory=lambda: Schema(()), repr=False, compare=False)
+    """The keys of all methods that the configuration was resolved among."""
 
     def with_values(self, values: Mapping[str, Any], origin: str = PLANNER) -> Resolved:
         """Return the configuration with `values` (by dotted key) from `origin` for unset keys."""
@@ -73,7 +73,7 @@ class Resolved:
         return self._again([Source(given, self.notes, refusals, shared=True), new])
 
     def _again(self, sources: Sequence[Source]) -> Resolved:
-        return from_sources(sources, type(self.config))
+        return from_sources(sources, type(self.config), schema=self.schema)
 
     def require_supported(self) -> None:
         """Raise ConfigError where a source asks for what rlctl cannot run yet."""
@@ -101,7 +101,8 @@ class Resolved:
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         """Yield every key with its value, in the schema's order; the keys of open mappings one by one."""
-        yield from ((leaf.key, leaf.value) for leaf in flatten(self.config.model_dump(mode="json"), DEFAULT))
+        leaves = flatten(self.config.model_dump(mode="json"), DEFAULT, Schema((type(self.config),)))
+        yield from ((leaf.key, leaf.value) for leaf in leaves)
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration as plain data with the origin of each value, for the manifest."""
@@ -112,28 +113,46 @@ class Resolved:
 
 
 def resolve(
+    config: type[Section],
+    *,
     preset: str | None = None,
     files: Sequence[str | Path] = (),
     flags: Mapping[str, Any] | None = None,
     sets: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+) -> Resolved:
+    """Merge and validate all sources for one configuration class.
+
+    `methods.configuration.resolve` chooses the class by the sources, and knows the keys of other methods.
+    """
+    registry = Registry.of(config)
+    sources = gathered(preset, files, flags, sets, environment, registry=registry)
+    return from_sources(sources, config, schema=registry.schema)
+
+
+def gathered(
+    preset: str | None,
+    files: Sequence[str | Path],
+    flags: Mapping[str, Any] | None,
+    sets: Sequence[str],
+    environment: Mapping[str, str] | None,
     overrides: Sequence[str] = (),
     stored: Callable[[Any], Sequence[Value]] | None = None,
-    config: type[Section] | None = None,
-) -> Resolved:
-    """Merge and validate all sources.
+    *,
+    registry: Registry,
+) -> list[Source]:
+    """Return all sources, weakest first.
 
     `flags` maps dotted keys to values or `Flag`s; `sets` are `section.key=value` texts; `environment` defaults to the
     process's; `overrides` are like `sets`, also with another trainer's keys. `stored` returns a resumed run's user
-    values for `run.dir`, weaker than all but the method's. `config` None: the class of `run.algorithm`. Raises
-    ConfigError with each wrong key or value, its origin and the nearest key.
+    values for `run.dir`, weaker than all but the method's. Raises ConfigError for an unreadable file or preset.
     """
     environment = os.environ if environment is None else environment
-    sources = sources_in_order(preset, files, environment, flags or {}, sets, overrides)
+    sources = sources_in_order(preset, files, environment, flags or {}, sets, overrides, registry=registry)
     if stored is not None:
         places = [value.value for source in sources for value in source.values if value.key == "run.dir"]
         sources.insert(0, Source(stored(places[-1] if places else None), shared=True))
-    return from_sources(sources, config)
+    return sources
 
 
 def stored_values(config: Mapping[str, Any]) -> list[Value]:
@@ -145,19 +164,23 @@ def stored_values(config: Mapping[str, Any]) -> list[Value]:
     ]
 
 
-def from_sources(sources: Sequence[Source], config: type[Section] | None = None) -> Resolved:
-    """Merge `sources`, weakest first. `config` None: the class of `run.algorithm`, with its defaults. Raises
-    ConfigError with a line per problem, keys first."""
+def from_sources(
+    sources: Sequence[Source],
+    config: type[Section],
+    *,
+    schema: Schema,
+    command: str = "this command",
+    hint: str = "`rlctl config schema` lists every key.",
+) -> Resolved:
+    """Merge `sources`, weakest first, and validate them as `config`.
+
+    `schema` has the keys of all methods; `command` and `hint` are for errors. Raises ConfigError with a line per
+    problem, keys first: wrong keys and values, their origin and the nearest key.
+    """
+    for source in sources:
+        source.bind(schema, config)
     problems = [line for source in sources for line in source.problems]
-    if config is None:
-        method = next((v.value for s in reversed(sources) for v in s.values if v.key == "run.algorithm"), None)
-        method = method if isinstance(method, str) else DEFAULT_METHOD
-        config, sources = config_class(method), [method_source(method), *sources]
-        hint = f"`rlctl config schema {method}` lists what there is."
-        foreign = [line for source in sources for line in source.foreign(config, command_of(method))]
-    else:
-        hint = "`rlctl config schema` lists every key."
-        foreign = [line for source in sources for line in source.foreign(config, "this command")]
+    foreign = [line for source in sources for line in source.foreign(command)]
     if problems := problems + foreign + mixed_values(sources):
         raise ConfigError(lines_of(problems), hint)
     try:
@@ -168,14 +191,15 @@ def from_sources(sources: Sequence[Source], config: type[Section] | None = None)
         raise ConfigError(lines_of(lines), "`rlctl config schema` says what each key takes.") from error
     values = merged(sources)
     refusals = [refusal for source in sources for refusal in source.standing()]
-    found = config.model_construct(**{name: getattr(settings, name) for name in config.model_fields})
+    resolved = config.model_construct(**{name: getattr(settings, name) for name in config.model_fields})
     return Resolved(
-        found,
-        origins(found, values),
+        resolved,
+        origins(resolved, values),
         frozenset(whole(key) for key, value in values.items() if value.optional),
         tuple(line for source in sources for line in source.notes),
         tuple(refusal.line for refusal in refusals),
         tuple(refusal.line for refusal in refusals if refusal.final),
+        schema,
     )
 
 
@@ -194,8 +218,9 @@ def mixed_values(sources: Sequence[Source]) -> list[str]:
 
 
 def origins(config: Section, values: Mapping[str, Value]) -> dict[str, str]:
-    origin = dict.fromkeys(keys_of(type(config)), DEFAULT)
-    origin |= {leaf.key: DEFAULT for leaf in flatten(config.model_dump(), DEFAULT)}
+    schema = Schema((type(config),))
+    origin = dict.fromkeys(schema.keys, DEFAULT)
+    origin |= {leaf.key: DEFAULT for leaf in flatten(config.model_dump(), DEFAULT, schema)}
     return origin | {whole(key): value.origin for key, value in values.items()}
 
 

@@ -19,8 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlctl.config import installed
 from rlctl.config.installed import Function, InstalledField, Open
-from rlctl.config.kinds import sections_of
 from rlctl.config.other_trainers import NAMES
+from rlctl.config.section import PassThrough
 
 VLLM_PLUGINS = "vllm.general_plugins"
 
@@ -81,7 +81,7 @@ def passed_fields(section: str) -> dict[str, InstalledField] | None:
         name: field
         for name, field in fields.items()
         if f"{section}.{name}" not in MANAGED.keys() | ALIASES.keys()
-        and name not in own_keys(section)
+        and name not in PassThrough.keys_by_section.get(section, ())
         and field.type is not Function
     }
 
@@ -98,12 +98,8 @@ def target_of(key: str) -> tuple[InstalledClass, str] | None:
     """Return the class that a key goes to and its field's name; None for a key of rlctl's own."""
     section, _, rest = key.partition(".")
     name = rest.partition(".")[0]
-    return (TARGETS[section], name) if section in TARGETS and name and name not in own_keys(section) else None
-
-
-@functools.cache
-def own_keys(section: str) -> frozenset[str]:
-    return frozenset(name for one in sections_of(section) for name in one.model_fields)
+    passes = section in TARGETS and name and name not in PassThrough.keys_by_section.get(section, ())
+    return (TARGETS[section], name) if passes else None
 
 
 def canonical(key: str, value: Any) -> tuple[str, Any]:

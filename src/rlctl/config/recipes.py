@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rlctl.config.keys import nearest, section_names
+from pydantic import ValidationError
+
+from rlctl.config.schema import Registry, Schema, nest
+from rlctl.config.section import Section
 from rlctl.config.yaml_values import read_mapping
 from rlctl.errors import ConfigError
 
-REGISTRY = "rlctl.recipes.available"
-"""The module that lists the importers, which are above this room."""
 PRESET_KEYS = {"extends", "description"}
 """Keys of a preset file that are no configuration; a --config file may have them too."""
 YAML = (".yaml", ".yml")
@@ -106,6 +106,27 @@ class Import:
     def set(self, key: str, value: Any, source: str) -> None:
         self.values[key], self.source[key] = value, source
 
+    def without_invalid(self, config_class: Callable[[str | None], type[Section]]) -> Import:
+        """Make values that rlctl's keys cannot hold entries of the report, and return the recipe."""
+        config = config_class(self.values.get("run.algorithm"))
+        own = {key: value for key, value in self.values.items() if key in Schema((config,)).keys}
+        try:
+            config.model_validate(nest(own))
+        except ValidationError as error:
+            for problem in error.errors():
+                path = ".".join(map(str, problem["loc"]))
+                key = next((key for key in own if f"{path}.".startswith(f"{key}.")), None)
+                if key not in self.values:  # it has a line, or keys do not go together: other sources may change one
+                    continue
+                source, why = self.source.pop(key), problem["msg"].replace("Input should be", "it should be")
+                del self.values[key]
+                before = next((entry for entry in self.entries if entry.key == source), None)
+                self.entries[:] = [e for e in self.entries if e.key != source or e.status not in ("mapped", "changed")]
+                if before is not None:  # otherwise it is a default of the trainer that the recipe does not write
+                    note = f"{key} cannot be {own[key]!r}: {why}"
+                    self.entries.append(Entry(source, before.value, "not yet", note, key))
+        return self
+
 
 class Importer(Protocol):
     """An entry point of `rlctl.recipes`: reads one trainer's recipes."""
@@ -131,41 +152,31 @@ class Importer(Protocol):
         ...
 
 
-def importers() -> Iterable[Importer]:
-    """Return the importers in query order."""
-    return importlib.import_module(REGISTRY).importers()
-
-
-def trainers() -> tuple[str, ...]:
-    """Return the names of the trainers whose recipes are read; no importer is imported."""
-    return importlib.import_module(REGISTRY).names()
-
-
-def is_own(values: Mapping[str, Any]) -> bool:
+def is_own(values: Mapping[str, Any], schema: Schema) -> bool:
     """Return whether a YAML file has only rlctl's top-level sections."""
-    own = {*section_names(), *PRESET_KEYS}
-    return all(str(key).partition(".")[0] in own for key in values)
+    return all(str(key).partition(".")[0] in {*schema.sections, *PRESET_KEYS} for key in values)
 
 
-def read_file(path: Path, what: str) -> tuple[dict[str, Any], Importer | None]:
+def read_file(path: Path, what: str, registry: Registry) -> tuple[dict[str, Any], Importer | None]:
     """Return a file's sections, and the importer of another trainer's recipe (other formats have no sections). Raises
     ConfigError for an unreadable file."""
     values = read_mapping(path, what) if path.suffix in YAML or not path.is_file() else {}
-    if path.suffix in YAML and is_own(values):
+    if path.suffix in YAML and is_own(values, registry.schema):
         return values, None
-    found = next((one for one in importers() if one.recognizes(path, values)), None)
+    found = next((one for one in registry.importers() if one.recognizes(path, values)), None)
     return (values, found) if found or path.suffix in YAML else (read_mapping(path, what), None)
 
 
-def claimed(texts: Iterable[str]) -> dict[str, tuple[Importer, list[str]]]:
+def claimed(texts: Iterable[str], registry: Registry) -> dict[str, tuple[Importer, list[str]]]:
     """Return overrides grouped by the trainer that has their key or section. Raises ConfigError for an unknown one."""
     found: dict[str, tuple[Importer, list[str]]] = {}
     for text in texts:
         key = override_key(text)
-        having = next((one for one in importers() if one.has(key)), None)
-        importer = having or next((one for one in importers() if key.partition(".")[0] in one.sections()), None)
+        having = next((one for one in registry.importers() if one.has(key)), None)
+        section = key.partition(".")[0]
+        importer = having or next((one for one in registry.importers() if section in one.sections()), None)
         if importer is None:
-            meant = nearest(key)
+            meant = registry.schema.nearest(key)
             hint = f"Did you mean `{meant}`?" if meant else "`rlctl config schema` lists every key."
             raise ConfigError(f"unknown key `{key}`: neither rlctl nor a trainer whose recipes it reads has it.", hint)
         found.setdefault(importer.trainer, (importer, []))[1].append(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -34,9 +34,20 @@ class Section(BaseModel):
 
 class PassThrough(Section):
     """A section that also takes every field of a class of the installed Megatron-Core or vLLM, checked by
-    `config.passthrough`."""
+    `config.passthrough`. A class names its section when it is defined: `class VllmConfig(PassThrough,
+    section="vllm")`."""
 
     model_config = ConfigDict(extra="allow")
+    section: ClassVar[str] = ""
+    keys_by_section: ClassVar[dict[str, set[str]]] = {}
+    """Keys that the classes of each section declare; all others are fields of the installed class."""
+
+    def __init_subclass__(cls, section: str | None = None, **_: Any) -> None:
+        cls.section = section or cls.section
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.keys_by_section.setdefault(cls.section, set()).update(cls.model_fields)
 
     @property
     def passed(self) -> dict[str, Any]:

@@ -13,26 +13,11 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from rlctl.config.keys import (
-    LAYOUT_OF_A_RECIPE,
-    field,
-    holds_keys,
-    is_section,
-    known_keys,
-    names_variable,
-    nearest,
-    nest,
-    own_section,
-    section_names,
-    takes_list,
-    takes_number,
-    takes_text,
-    why_unknown,
-)
-from rlctl.config.kinds import defaults_of
+from rlctl.config.layout import LAYOUT_OF_A_RECIPE
 from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import Preset, preset_chain
 from rlctl.config.recipes import PRESET_KEYS, Import, claimed, override_key, read_file
+from rlctl.config.schema import Registry, Schema, nest
 from rlctl.config.section import Section
 from rlctl.config.yaml_values import parse_value
 from rlctl.errors import MOST_LINES, ConfigError
@@ -146,8 +131,10 @@ class Source(PydanticBaseSettingsSource):
         """Whether the user has typed the values for this command: two that contradict each other are an error."""
         self.shared = shared
         """Whether the source serves several methods: a key that the chosen one lacks is left out, and no error."""
-        self.config: type[Section] | None = None
-        """The configuration class that the source is for, once the method is chosen."""
+        self.schema = Schema(())
+        """The keys of all methods, once the source is bound."""
+        self.method_schema = Schema(())
+        """The keys of the chosen method, once the source is bound."""
         self.notes = tuple(notes)
         """Lines on what runs differently from how the source has it."""
         self.refusals = tuple(refusals)
@@ -155,7 +142,7 @@ class Source(PydanticBaseSettingsSource):
         self.problems = list(problems)
         self.unknown: dict[str, str] = {}
         """A line for each key that no method has."""
-        self.values = [self._checked(value) for value in values]
+        self.values = [_by_own_name(value) for value in values]
         self.kept: list[Value] = []
         """The values that no stronger source has made meaningless, once the source has been called."""
 
@@ -169,20 +156,22 @@ class Source(PydanticBaseSettingsSource):
         return self().get(field_name), field_name, False
 
     def exists(self, value: Value) -> bool:
-        return self.config is None or field(value.key, self.config) is not None
+        return self.method_schema.field(value.key) is not None
 
-    def foreign(self, config: type[Section], command: str) -> list[str]:
-        """Set the chosen method's configuration class, and return a line per unknown or inapplicable key that the user
-        gave for this run."""
-        self.config = config
+    def bind(self, schema: Schema, config: type[Section]) -> None:
+        """Check the keys against the schema of all methods; `config` is the chosen method's class."""
+        self.schema, self.method_schema = schema, Schema((config,))
+        self.values = [self._checked(value) for value in self.values]
+
+    def foreign(self, command: str) -> list[str]:
+        """Return a line per unknown or inapplicable key that the user gave for this run."""
         if self.shared:
             return [*self.unknown.values()]
         lines = []
         for value in self.values:
-            why = why_unknown(value.key, config, command)
-            if (value.key in self.unknown and own_section(config, value.key.partition(".")[0])) or (
-                value.key in self.unknown and value.key.partition(".")[0] not in section_names()
-            ):
+            section, why = value.key.partition(".")[0], self.method_schema.why_unknown(value.key, command)
+            other_method = section in self.schema.sections and section not in self.method_schema.sections
+            if value.key in self.unknown and not other_method:
                 lines.append(self.unknown[value.key])
             elif why:
                 lines.append(f"`{value.key}` ({value.origin}): {why}.")
@@ -214,21 +203,19 @@ class Source(PydanticBaseSettingsSource):
         return (values[name],) if name in values else ()
 
     def _checked(self, value: Value) -> Value:
-        key, taken = canonical(value.key, value.value)
-        if key != value.key:
-            value = replace(value, key=key, value=taken, origin=f"{value.origin}, as {value.key}")
-        if field(value.key) is None:
+        schema = self.schema
+        if schema.field(value.key) is None:
             # A search for what was meant takes milliseconds, and no more lines than these are shown.
-            meant = nearest(value.key) if len(self.unknown) < MOST_LINES else None
+            meant = schema.nearest(value.key) if len(self.unknown) < MOST_LINES else None
             hint = f"; did you mean `{meant}`?" if meant else "."
             self.unknown[value.key] = f"unknown key `{value.key}` ({value.origin}){hint}"
-        elif is_section(value.key):
+        elif schema.is_section(value.key):
             self.problems.append(
                 f"`{value.key}` ({value.origin}) is a section of keys and cannot be set to {value.value!r}."
             )
-        elif names_variable(value.key) and "=" in value.key:
+        elif schema.names_variable(value.key) and "=" in value.key:
             self.problems.append(f"`{value.key}` ({value.origin}): no environment variable can have this name.")
-        elif isinstance(value.value, bool) and takes_number(value.key):
+        elif isinstance(value.value, bool) and schema.takes_number(value.key):
             self.problems.append(f"`{value.key}` = {value.value!r} ({value.origin}): it should be a number.")
         elif target_of(value.key) is not None:
             taken, why = checked(value.key, value.value)
@@ -238,16 +225,22 @@ class Source(PydanticBaseSettingsSource):
         return value
 
 
-def method_source(method: str) -> Source:
+def _by_own_name(value: Value) -> Value:
+    """Return the value under rlctl's key where another program's name stands for one."""
+    key, taken = canonical(value.key, value.value)
+    return value if key == value.key else Value(key, taken, f"{value.origin}, as {value.key}", value.optional)
+
+
+def method_source(method: str, defaults: Mapping[str, Any]) -> Source:
     """The values that a training method or an RL algorithm sets in place of defaults."""
-    return Source(Value(key, value, f"{ALGORITHM}{method}") for key, value in defaults_of(method).items())
+    return Source(Value(key, value, f"{ALGORITHM}{method}") for key, value in defaults.items())
 
 
 class PresetSource(Source):
     """The values of one preset file. `named` holds the data, model and environment that weaker sources name."""
 
-    def __init__(self, preset: Preset, named: Mapping[str, Any]) -> None:
-        super().__init__(flatten(preset.values, f"preset {preset.name}"), shared=True)
+    def __init__(self, preset: Preset, named: Mapping[str, Any], schema: Schema) -> None:
+        super().__init__(flatten(preset.values, f"preset {preset.name}", schema), shared=True)
         self._own_file = preset.name if preset.name.endswith((".yaml", ".yml")) else None
         self.named = named_after(named, self.values)
 
@@ -300,21 +293,23 @@ def _is_of(key: str, owned: Iterable[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in owned)
 
 
-def environment_source(environment: Mapping[str, str]) -> Source:
+def environment_source(environment: Mapping[str, str], schema: Schema) -> Source:
     """`RLCTL_RUN__STEPS=5` sets run.steps. A name that begins with RLCTL_ and means nothing is a problem."""
     names = [name for name in sorted(environment) if name.startswith(PREFIX) and name not in OWN_VARIABLES]
-    keys = {name: environment_key(name) for name in names if "__" in name}
+    keys = {name: environment_key(name, schema) for name in names if "__" in name}
     values = (
-        value for name, key in keys.items() for value in text_values(key, environment[name], f"environment {name}")
+        value
+        for name, key in keys.items()
+        for value in text_values(key, environment[name], f"environment {name}", schema)
     )
-    return Source(values, problems=[unknown_variable(name) for name in names if name not in keys])
+    return Source(values, problems=[unknown_variable(name, schema) for name in names if name not in keys])
 
 
-def set_source(text: str) -> Source:
+def set_source(text: str, schema: Schema) -> Source:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {text}: there is no value.", "Write --set section.key=value.")
-    return Source(text_values(key.strip(), value, "--set"), typed=True)
+    return Source(text_values(key.strip(), value, "--set", schema), typed=True)
 
 
 def sources_in_order(
@@ -324,13 +319,16 @@ def sources_in_order(
     flags: Mapping[str, Any],
     sets: Iterable[str],
     overrides: Sequence[str] = (),
+    *,
+    registry: Registry,
 ) -> list[Source]:
     """Return all sources, weakest first. `overrides` are Hydra's `key=value`: rlctl's keys are set, others change the
     last recipe in `files`. Raises ConfigError for an unreadable file or preset."""
+    schema = registry.schema
     sources: list[Source] = []
     given = {key: flag if isinstance(flag, GivenFlag) else GivenFlag(key, flag) for key, flag in flags.items()}
     method = given["run.algorithm"].value if "run.algorithm" in given else None
-    own = [text for text in overrides if field(override_key(text)) is not None]
+    own = [text for text in overrides if schema.field(override_key(text)) is not None]
     other = [text for text in overrides if text not in own]
     overridden: list[Source] = []
 
@@ -339,16 +337,17 @@ def sources_in_order(
             named: dict[str, Any] = {}
             for below in sources:
                 named = named_after(named, below.values)
-            sources.append(PresetSource(part, named))
+            sources.append(PresetSource(part, named, schema))
 
     add_presets(preset_chain(preset) if preset is not None else ())
-    contents = [(Path(path), *read_file(Path(path), "--config")) for path in files]
+    contents = [(Path(path), *read_file(Path(path), "--config", registry)) for path in files]
     recipes = [path for path, _, importer in contents if importer]
     for path, values, importer in contents:
         if importer:
             # References of a recipe lead also to the keys that it has under rlctl's own names.
             texts = [text for text in overrides if text in other or importer.has(override_key(text))]
-            source, above = recipe_sources(importer.read(path, texts if path is recipes[-1] else (), method))
+            recipe = importer.read(path, texts if path is recipes[-1] else (), method)
+            source, above = recipe_sources(recipe.without_invalid(registry.config_class))
             sources.append(source)
             overridden.append(above)
             continue
@@ -356,16 +355,17 @@ def sources_in_order(
             *below, last = preset_chain(str(path))
             add_presets(below)
             values = last.values
-        sources.append(Source(flatten(values, f"file {path}")))
-    for importer, texts in claimed(other if not recipes else ()).values():
-        overridden += recipe_sources(importer.read(None, texts, method))
-    stated = [set_source(text.lstrip("+")) for text in own]
+        sources.append(Source(flatten(values, f"file {path}", schema)))
+    for importer, texts in claimed(other if not recipes else (), registry).values():
+        overridden += recipe_sources(importer.read(None, texts, method).without_invalid(registry.config_class))
+    stated = [set_source(text.lstrip("+"), schema) for text in own]
     named = (
         (key, flag.value, f"flag {flag.name}" if flag.name.startswith("-") else flag.name)
         for key, flag in given.items()
     )
     of_flags = Source((Value(*one) for one in named), typed=True)
-    return [*sources, environment_source(environment), of_flags, *overridden, *map(set_source, sets), *stated]
+    typed = [set_source(text, schema) for text in sets]
+    return [*sources, environment_source(environment, schema), of_flags, *overridden, *typed, *stated]
 
 
 def recipe_sources(recipe: Import) -> tuple[Source, Source]:
@@ -400,44 +400,43 @@ def recipe_sources(recipe: Import) -> tuple[Source, Source]:
     return Source(values[False], notes, refusals[False], shared=True), Source(values[True], (), refusals[True])
 
 
-def flatten(values: Mapping[Any, Any], origin: str, prefix: str = "") -> Iterator[Value]:
+def flatten(values: Mapping[Any, Any], origin: str, schema: Schema, prefix: str = "") -> Iterator[Value]:
     """Yield the leaves of nested sections. A section without keys has none."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if holds_keys(key) and value is None:
+        if schema.holds_keys(key) and value is None:
             continue
         # Unknown sections are walked too, so that the error names the whole key.
-        if isinstance(value, Mapping) and (holds_keys(key) or field(key) is None):
-            yield from flatten(value, origin, f"{key}.")
+        if isinstance(value, Mapping) and (schema.holds_keys(key) or schema.field(key) is None):
+            yield from flatten(value, origin, schema, f"{key}.")
         else:
             yield Value(key, value, origin)
 
 
-def text_values(key: str, text: str, origin: str) -> Iterator[Value]:
+def text_values(key: str, text: str, origin: str, schema: Schema) -> Iterator[Value]:
     """Yield the value of a command-line or environment text; text keys keep the text."""
     value = parse_value(text)
-    if takes_text(key) and not isinstance(value, str) and (value is not None or names_variable(key)):
-        value = value if isinstance(value, list) and takes_list(key) else text
-    if isinstance(value, Mapping) and holds_keys(key):
-        yield from flatten(value, origin, f"{key}.")
+    if schema.takes_text(key) and not isinstance(value, str) and (value is not None or schema.names_variable(key)):
+        value = value if isinstance(value, list) and schema.takes_list(key) else text
+    if isinstance(value, Mapping) and schema.holds_keys(key):
+        yield from flatten(value, origin, schema, f"{key}.")
     else:
         yield Value(key, value, origin)
 
 
-def environment_key(name: str) -> str:
+def environment_key(name: str, schema: Schema) -> str:
     """Return the key that an environment variable sets; names of passed-on variables stay unchanged."""
     parts = name.removeprefix(PREFIX).split("__")
     variable = ".".join((*map(str.lower, parts[:2]), "__".join(parts[2:])))
-    return variable if names_variable(variable) else ".".join(parts).lower()
+    return variable if schema.names_variable(variable) else ".".join(parts).lower()
 
 
-def unknown_variable(name: str) -> str:
+def unknown_variable(name: str, schema: Schema) -> str:
     """Say that an environment variable means nothing, and which one was probably meant."""
     text = name.removeprefix(PREFIX).lower()
-    spelled = {known.replace(".", "_"): known for known in known_keys()}
-    sections = {known.partition(".")[0] for known in known_keys()}
-    meant = spelled.get(text) or (text if text in sections else nearest(text))
-    close = () if text in sections else difflib.get_close_matches(name, OWN_VARIABLES, n=1, cutoff=0.8)
+    spelled = {known.replace(".", "_"): known for known in schema.keys}
+    meant = spelled.get(text) or (text if text in schema.sections else schema.nearest(text))
+    close = () if text in schema.sections else difflib.get_close_matches(name, OWN_VARIABLES, n=1, cutoff=0.8)
     if close or meant is None:
         hint = f"did you mean {close[0]}?" if close else f"a key is set by {PREFIX}<SECTION>__<KEY>."
     else:

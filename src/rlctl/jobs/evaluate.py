@@ -21,7 +21,7 @@ from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import Tell
 from rlctl.cluster.ray_session import fetch
-from rlctl.config.load import DEFAULT, Resolved, from_sources
+from rlctl.config.load import DEFAULT, Resolved
 from rlctl.config.sources import Source, Value
 from rlctl.data.benchmarks import BENCHMARKS, known_benchmark, near_benchmark, open_benchmark
 from rlctl.data.chat import PromptEncoder, load_tokenizer, template_digest
@@ -33,6 +33,7 @@ from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError, listed
 from rlctl.jobs.generate import CompletionJob, completion_job, of_run, started_engines, with_room
 from rlctl.jobs.prepare import TIME, with_time
+from rlctl.methods.configuration import from_sources
 from rlctl.rewards.extraction import vote
 from rlctl.rewards.reward_model_scorer import reward_digest
 from rlctl.rewards.reward_plan import prepare_rewards

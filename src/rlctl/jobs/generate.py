@@ -17,8 +17,8 @@ from rlctl.checkpoints.conversion.prepared_model import require_seen
 from rlctl.checkpoints.model_source import Tell
 from rlctl.cluster.ray_session import fetch, ray_session
 from rlctl.config.files import read_text, temporary_folder
-from rlctl.config.keys import LAYOUT
-from rlctl.config.load import Resolved, from_sources, stored_values
+from rlctl.config.layout import LAYOUT
+from rlctl.config.load import Resolved, stored_values
 from rlctl.config.sources import Source
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.image_rows import shown_prompt, with_images
@@ -39,6 +39,7 @@ from rlctl.jobs.run_workers import (
     start_run_workers,
 )
 from rlctl.methods.available import method_class
+from rlctl.methods.configuration import from_sources
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import PROMPT_TOKENS, completions_workload, plan_from_config
 from rlctl.planner.make_plan import refuse_unrunnable

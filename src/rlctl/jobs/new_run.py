@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlctl.config.load import resolve
 from rlctl.data.prompt_records import USUAL_NAMES, prompt_field_in
 from rlctl.data.prompts import FILE_SUFFIXES, columns_of, open_prompts
 from rlctl.data.templates import ANSWER, PROMPT
 from rlctl.errors import InputError
+from rlctl.methods.configuration import resolve
 from rlctl.planner.from_config import local_gpus
 from rlctl.settings.config import RolloutConfig
 from rlctl.settings.data import DataConfig

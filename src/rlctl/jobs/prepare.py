@@ -22,7 +22,7 @@ from rlctl.backends.lookup import engine_backend, require_backends
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import ModelSource, Tell
 from rlctl.config.installed import commit_of, installed_versions
-from rlctl.config.keys import LAYOUT_OF_A_RECIPE
+from rlctl.config.layout import LAYOUT_OF_A_RECIPE
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
 from rlctl.data.chat import load_tokenizer, read_template, require_directory, template_digest

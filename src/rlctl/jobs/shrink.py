@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.backends.base import resolve_dtype
-from rlctl.config.keys import TEACHER_SIZES
+from rlctl.config.layout import TEACHER_SIZES
 from rlctl.config.load import DEFAULT, PLANNER, Resolved
 from rlctl.config.parallel import SIZES, ParallelSpec
 from rlctl.data.mixing import source_settings

@@ -15,8 +15,8 @@ from typing import Any
 
 from rlctl.cluster.ray_session import BesideSession
 from rlctl.config.files import user_path
-from rlctl.config.keys import LAYOUT
-from rlctl.config.load import DEFAULT, PLANNER, Resolved, from_sources, stored_values
+from rlctl.config.layout import LAYOUT
+from rlctl.config.load import DEFAULT, PLANNER, Resolved, stored_values
 from rlctl.config.parallel import SIZES
 from rlctl.config.sources import ALGORITHM, Source, Value
 from rlctl.errors import InputError
@@ -25,6 +25,7 @@ from rlctl.jobs.dry_run import DryRun, about
 from rlctl.jobs.prepare import Job, Starts, content_changes, prepare_job, version_changes
 from rlctl.jobs.run_workers import RunWorkersSpec, device_of, early_hosts
 from rlctl.jobs.training_run import RunSummary, run_training
+from rlctl.methods.configuration import from_sources
 from rlctl.planner.result import Plan
 from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run
 from rlctl.runs.interrupt import StopRequest

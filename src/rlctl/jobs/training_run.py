@@ -18,13 +18,13 @@ from rlctl.cluster.ray_session import BesideSession, dead_process, fetch, requir
 from rlctl.cluster.usage import UsageSampler, system_metrics
 from rlctl.cluster.workers import WorkerGroup, telling_waits
 from rlctl.config.files import write_json
-from rlctl.config.kinds import command_of
 from rlctl.data.image_rows import shown_prompt
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.errors import RlctlError, WorkerError
 from rlctl.jobs.prepare import Job, loggers_of
 from rlctl.jobs.report import LiveReport, write_report
 from rlctl.jobs.run_workers import RunWorkers, start_run_workers
+from rlctl.methods.available import command_of
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan
 from rlctl.refit.records import RefitReport

@@ -63,6 +63,11 @@ def register(name: str, factory: Factory) -> None:
     _registered[name] = factory
 
 
+def registered() -> tuple[str, ...]:
+    """Return the names that this program has registered."""
+    return tuple(_registered)
+
+
 def commands() -> dict[str, type[Method]]:
     """Return the method of each command `rlctl train NAME`. A package that cannot be imported has none."""
     found: dict[str, Any] = {"grpo": _built_in("grpo")} | {name: _built_in(name) for name in METHODS}

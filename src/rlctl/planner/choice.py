@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlctl.config.keys import TRAINING_CHOSEN
+from rlctl.config.layout import TRAINING_CHOSEN
 from rlctl.config.parallel import ParallelSpec
 
 Recompute = Literal["none", "selective", "full"]

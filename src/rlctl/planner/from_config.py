@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlctl.config.keys import LAID_OUT
+from rlctl.config.layout import LAID_OUT
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError, MachineError
 from rlctl.models.constraints import require_policy_sizes, unpacked_rule

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlctl.config.keys import TEACHER_SIZES
+from rlctl.config.layout import TEACHER_SIZES
 from rlctl.models.constraints import family_problem
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice

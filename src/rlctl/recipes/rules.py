@@ -6,10 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
-from rlctl.config.keys import keys_of, nest
-from rlctl.config.kinds import DEFAULT_METHOD, config_class
 from rlctl.config.passthrough import TARGETS, canonical, checked, installed_field, target_of
 from rlctl.config.recipes import Entry, Import, Status, short
 from rlctl.errors import InputError
@@ -151,22 +147,3 @@ def apply_rule(rule: Rule, found: Found) -> None:
         result.values, result.source = values, source
         del result.entries[told:]
         found.say("not yet", "rlctl cannot read such a value, or not with the values of the keys next to it")
-
-
-def leave_out_invalid(result: Import, leaves: Mapping[str, Any]) -> None:
-    """Make what rlctl's own keys cannot hold entries of the report."""
-    config = config_class(result.values.get("run.algorithm", DEFAULT_METHOD))
-    own = {key: value for key, value in result.values.items() if key in keys_of(config)}
-    try:
-        config.model_validate(nest(own))
-    except ValidationError as error:
-        for problem in error.errors():
-            path = ".".join(map(str, problem["loc"]))
-            key = next((key for key in own if f"{path}.".startswith(f"{key}.")), None)
-            if key not in result.values:  # it has a line, or keys do not go together: other sources may change one
-                continue
-            source, why = result.source.pop(key), problem["msg"].replace("Input should be", "it should be")
-            del result.values[key]
-            result.entries[:] = [e for e in result.entries if e.key != source or e.status not in ("mapped", "changed")]
-            note = f"{key} cannot be {own[key]!r}: {why}"
-            result.entries.append(Entry(source, leaves.get(source), "not yet", note, key))

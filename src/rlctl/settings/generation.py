@@ -132,7 +132,7 @@ class RefitConfig(Section):
     fit the cache are fastest, and 256 on GPUs, where fewer rounds are."""
 
 
-class VllmConfig(PassThrough):
+class VllmConfig(PassThrough, section="vllm"):
     """Fields of vLLM's EngineArgs, which override rlctl's values."""
 
     @property

@@ -131,7 +131,7 @@ class TrainingConfig(Section):
 Rounding = Literal["unbiased", "nearest"]
 
 
-class OptimizerConfig(PassThrough):
+class OptimizerConfig(PassThrough, section="optimizer"):
     """Adam. Further keys are fields of Megatron's OptimizerConfig."""
 
     lr: PositiveNumber = 1e-6
@@ -186,9 +186,9 @@ class SchedulerConfig(Section):
         return self
 
 
-class DdpConfig(PassThrough):
+class DdpConfig(PassThrough, section="ddp"):
     """Fields of Megatron's DistributedDataParallelConfig: storage and reduction of gradients."""
 
 
-class MegatronConfig(PassThrough):
+class MegatronConfig(PassThrough, section="megatron"):
     """Fields of Megatron's TransformerConfig, which override rlctl's values."""

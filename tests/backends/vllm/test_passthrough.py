@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rlctl.backends.vllm.args import EngineSpec, engine_spec
-from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
+from rlctl.methods.configuration import resolve
 from support.engines import tiny_facts
 
 ARGUMENTS = """

@@ -19,9 +19,9 @@ from rlctl.backends.lookup import policy_backend
 from rlctl.checkpoints.hf.model_facts import WATCHED, describe, facts_in
 from rlctl.checkpoints.hf.transformers_model import computed_buffers, meta_model
 from rlctl.checkpoints.rank_loading import load_rank
-from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError, InputError, RlctlError
+from rlctl.methods.configuration import resolve
 from rlctl.models.catalog import facts_of
 from rlctl.models.facts import ListedTensor, RopeFacts
 from rlctl.models.families import weights_of

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rlctl.backends.batch import TokenBatch
-from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
 from rlctl.isolation.user_function import UserCode
 from rlctl.methods.available import method_from_config
+from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.training.loop import make_batch

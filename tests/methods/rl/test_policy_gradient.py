@@ -18,9 +18,9 @@ import torch
 from rlctl.backends.batch import TokenBatch
 from rlctl.backends.packed_rows import PackedRow
 from rlctl.backends.results import add_advantages
-from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
 from rlctl.methods.available import ALGORITHMS, method_from_config
+from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.methods.rl.token_advantages import PenalizedAdvantages

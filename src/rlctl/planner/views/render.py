@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from rlctl.config.keys import TEACHER_SIZES, TRAINING_CHOSEN
+from rlctl.config.layout import TEACHER_SIZES, TRAINING_CHOSEN
 from rlctl.errors import NoPlanError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.checkpoint import save_of

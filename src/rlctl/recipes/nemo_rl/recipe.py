@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlctl.config.files import read_text
-from rlctl.config.keys import is_section, nearest
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.passthrough import TARGETS
 from rlctl.config.recipes import Entry, Import, Status
+from rlctl.config.schema import Schema
 from rlctl.config.yaml_values import FILE_LIMIT_BYTES, explain
 from rlctl.errors import ConfigError
 from rlctl.recipes.hydra import Override, sentence
@@ -41,7 +41,8 @@ from rlctl.recipes.nemo_rl.mapping_rules import (
     of_other_backend,
 )
 from rlctl.recipes.nemo_rl.mapping_table import RENAMED, RULES, finish
-from rlctl.recipes.rules import Found, Rule, apply_rule, leave_out_invalid, rule_of
+from rlctl.recipes.rules import Found, Rule, apply_rule, rule_of
+from rlctl.settings.config import RolloutConfig
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
@@ -184,7 +185,6 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         _import_critic(result, known)
     if line := disagreement(result, other, known):
         result.notes.append(line)
-    leave_out_invalid(result, known)
     _explain_unknown(result, given - set(_paths(before)))
     order = {key: index for index, key in enumerate(leaves)}
     if algorithm == "distill":
@@ -320,7 +320,8 @@ def _paths(values: Any, prefix: str = "") -> Iterator[str]:
 def _unknown(key: str, present: Sequence[str], why: str = "neither the recipe nor NeMo-RL has it") -> ConfigError:
     """Return the error of an unknown override, with another trainer's counterpart or the more similar name of NeMo-RL
     and rlctl."""
-    ours = nearest(key) if key in OTHER_TRAINERS or is_section(key.partition(".")[0]) else None
+    schema = Schema((RolloutConfig,))
+    ours = schema.nearest(key) if key in OTHER_TRAINERS or key.partition(".")[0] in schema.sections else None
     names = [name for name in (closest(key, 0.6, present), ours) if name]
     close = [ours] if key in OTHER_TRAINERS else difflib.get_close_matches(key, names, 1, 0) if names else []
     meant = f"Did you mean `{close[0]}`?" if close else "`rlctl config schema` lists rlctl's own keys."

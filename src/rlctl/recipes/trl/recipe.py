@@ -9,7 +9,7 @@ from typing import Any
 from rlctl.config.recipes import Entry, Import, override_key
 from rlctl.config.yaml_values import parse_value, read_mapping
 from rlctl.errors import ConfigError, suggest
-from rlctl.recipes.rules import Found, apply_rule, leave_out_invalid
+from rlctl.recipes.rules import Found, apply_rule
 from rlctl.recipes.trl.mapping import DEFAULTS, METHODS, TABLES, trainer_of
 
 
@@ -51,6 +51,5 @@ def import_recipe(path: Path | None, overrides: Sequence[str] = (), method: str 
         )
     if method is None and path is not None:
         result.notes.append(f"read as a file of `trl {trainer}`; the command `rlctl train METHOD` says another")
-    leave_out_invalid(result, known)
     result.optional = {"run.loggers"}
     return result

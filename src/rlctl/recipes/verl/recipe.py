@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.files import read_text
-from rlctl.config.keys import nearest
 from rlctl.config.recipes import Entry, Import
+from rlctl.config.schema import Schema
 from rlctl.config.yaml_values import FILE_LIMIT_BYTES, explain
 from rlctl.errors import ConfigError
 from rlctl.recipes.hydra import Override, sentence
-from rlctl.recipes.rules import Found, Rule, apply_rule, leave_out_invalid, rule_of
+from rlctl.recipes.rules import Found, Rule, apply_rule, rule_of
 from rlctl.recipes.verl import mapping, texts
 from rlctl.recipes.verl.script import command_line
+from rlctl.settings.config import RolloutConfig
 
 TRAINER = "verl"
 SFT = "sft_trainer"
@@ -66,7 +67,6 @@ def import_recipe(path: Path | None, overrides: Sequence[str] = (), method: str 
     if path is not None and not kind.method:
         mapping.finish(result)
     result.entries = [entry for entry in result.entries if entry.key not in unwritten]
-    leave_out_invalid(result, known)
     result.optional = {key for key in result.values if key.startswith(("megatron.", "ddp."))} | {"run.loggers"}
     return result
 
@@ -176,5 +176,5 @@ def leaves_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 def require_known(key: str, rules: Mapping[str, Rule]) -> None:
     """Raise ConfigError for a key of the command line that verl does not have."""
     if rule_of(key, rules) is None and key not in texts.CHOICES:
-        meant = nearest(key)
+        meant = Schema((RolloutConfig,)).nearest(key)
         raise ConfigError(f"unknown key `{key}`: verl has none.", f"Did you mean `{meant}`?" if meant else None)

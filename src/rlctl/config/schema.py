@@ -1,0 +1,181 @@
+"""Schema keys by dotted name: existence, types, and nearest matches.
+
+A `Schema` is made of configuration classes, which the rooms above hand down; this room knows none of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import UnionType
+from typing import TYPE_CHECKING, Any
+
+from pydantic.fields import FieldInfo
+
+from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
+from rlctl.config.passthrough import annotation, installed_field, section_with
+from rlctl.config.section import PassThrough, Section
+
+if TYPE_CHECKING:
+    from rlctl.config.recipes import Importer
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The keys of configuration classes. Where several have a section, the first one's class comes first."""
+
+    classes: tuple[type[Section], ...]
+
+    @functools.cached_property
+    def sections(self) -> dict[str, tuple[type[Section], ...]]:
+        """The classes of each section."""
+        classes: dict[str, dict[type[Section], None]] = {}
+        for config in self.classes:
+            for name, declared in config.model_fields.items():
+                if (section := section_of(declared.annotation)) is not None:
+                    classes.setdefault(name, {})[section] = None
+        return {name: tuple(several) for name, several in classes.items()}
+
+    @functools.cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Every key, in order, as `section.key`."""
+        fields = ((name, one.model_fields) for name, several in self.sections.items() for one in several)
+        return tuple(dict.fromkeys(f"{name}.{key}" for name, keys in fields for key in keys))
+
+    def field(self, key: str) -> FieldInfo | None:
+        """Return the field of a dotted key or of an open mapping's key; None if unknown.
+
+        `passthrough.checked` validates passed-through keys.
+        """
+        section, *parts = key.split(".")
+        if not section or "" in parts:
+            return None
+        classes = self.sections.get(section, ())
+        if not parts:
+            return FieldInfo(annotation=classes[0]) if classes else None
+        return next(filter(None, (_field_of(one, parts) for one in classes)), None)
+
+    def why_unknown(self, key: str, command: str) -> str | None:
+        """Return why the method of `command` lacks a key that another one has; None: it has it."""
+        if self.field(key) is not None:
+            return None
+        section, _, name = key.partition(".")
+        if section not in self.sections:
+            return f"`{command}` has no section `{section}`"
+        return f"`{command}` has no key `{name}` in the section `{section}`"
+
+    def is_section(self, key: str) -> bool:
+        declared = self.field(key)
+        return declared is not None and section_of(declared.annotation) is not None
+
+    def holds_keys(self, key: str) -> bool:
+        """Return whether this key is a section or an open mapping, rather than a value or a key inside a mapping."""
+        declared = self.field(key)
+        if declared is None:
+            return False
+        return section_of(declared.annotation) is not None or (is_open(declared.annotation) and key in self.keys)
+
+    def names_variable(self, key: str) -> bool:
+        """Return whether this key is an environment variable in an open mapping of texts: `training.env.NAME`."""
+        declared = self.field(key)
+        return declared is not None and declared.annotation == dict[str, str] and key not in self.keys
+
+    def takes_text(self, key: str) -> bool:
+        """Return whether this key takes a text and no number, so that `2024` stays a text."""
+        kinds = self.plain_kinds(key)
+        return self.names_variable(key) or (str in kinds and not {int, float, bool} & kinds)
+
+    def takes_list(self, key: str) -> bool:
+        return any(typing.get_origin(kind) is list for kind in self.plain_kinds(key))
+
+    def takes_number(self, key: str) -> bool:
+        """Return whether this key takes a number and no boolean, so that `true` is not taken for 1."""
+        kinds = self.plain_kinds(key)
+        return bool({int, float} & kinds) and bool not in kinds
+
+    def plain_kinds(self, key: str) -> set[Any]:
+        """Return a key's types without bounds; empty for an unknown key or one in an open mapping."""
+        declared, passed = self.field(key), installed_field(key)
+        if declared is None or is_open(declared.annotation):
+            return set()
+        kind = declared.annotation if passed is None else annotation(passed)
+        options = typing.get_args(kind) if typing.get_origin(kind) in (UnionType, typing.Union) else (kind,)
+        return {typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in options}
+
+    def nearest(self, key: str) -> str | None:
+        """Return the nearest known key: another trainer's counterpart, the same name elsewhere, or the most similar
+        one."""
+        if key in OTHER_TRAINERS:
+            return OTHER_TRAINERS[key]
+        outer, _, last = key.rpartition(".")
+        declared = self.field(outer) if "." in outer else None
+        inner = section_of(declared.annotation) if declared else None
+        if inner is not None and (alike := difflib.get_close_matches(last, inner.model_fields, n=1)):
+            return f"{outer}.{alike[0]}"
+        passing = section_with(last)
+        if passing is not None:
+            return f"{passing}.{last}"
+        same_name = [known for known in self.keys if known.rpartition(".")[2] == last]
+        if len(same_name) == 1:
+            return same_name[0]
+        alike = difflib.get_close_matches(key, [*self.keys, *self.sections], n=1, cutoff=0.6)
+        if alike:
+            return alike[0]
+        by_last = {known.rpartition(".")[2]: known for known in self.keys}
+        alike = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
+        return by_last[alike[0]] if alike else None
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The schema of all methods, their configuration classes by name, and the importers of recipes: handed down by the
+    rooms that have them."""
+
+    schema: Schema
+    config_class: Callable[[str | None], type[Section]]
+    """Method name -> configuration class; None stands for the default method."""
+    importers: Callable[[], Iterable[Importer]] = tuple
+
+    @classmethod
+    def of(cls, config: type[Section]) -> Registry:
+        """Return the registry of one configuration class."""
+        return cls(Schema((config,)), lambda _: config)
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """Return the section class that a field holds, or None for a plain value."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def is_open(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is dict
+
+
+def _field_of(section: type[Section], parts: Sequence[str]) -> FieldInfo | None:
+    model: type[Section] | None = section
+    declared: FieldInfo | None = None
+    for part in parts:
+        if model is None:
+            return declared if declared is not None and is_open(declared.annotation) else None
+        passes = issubclass(model, PassThrough)
+        declared = model.model_fields.get(part)
+        if declared is None:
+            return FieldInfo(annotation=Any) if passes else None
+        model = section_of(declared.annotation)
+    return declared
+
+
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted key as nested sections."""
+    nested: dict[str, Any] = {}
+    for key in sorted(values, key=lambda key: key.count(".")):
+        *sections, name = key.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        value = values[key]
+        place[name] = dict(value) if isinstance(value, Mapping) else value
+    return nested
