@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.load import Resolved, resolve
+from rlctl.config.load import Resolved
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError
@@ -18,6 +18,7 @@ from rlctl.jobs import prepare
 from rlctl.jobs.evaluate import Encoded, at_one_time, candidates, evaluation
 from rlctl.jobs.prepare import CLOCK, TIME, prepare_job
 from rlctl.jobs.train import resumed_job
+from rlctl.methods.configuration import resolve
 from rlctl.runs.directory import RunDirectory
 from rlctl.runs.evaluation_file import SampleFile
 from rlctl.settings.data import DataConfig, ModelConfig
