@@ -181,6 +181,15 @@ def test_json_is_printed_once_when_a_check_fails() -> None:
     assert set(checks["python"]) == {"name", "status", "detail", "fix"}
 
 
+def test_the_environment_that_make_venv_makes_passes_the_quick_checks() -> None:
+    done = rlctl("doctor", "--json", "--quick")
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    installed = ("python", "engines", "packages", "torch-companions", "transformer-engine", "vllm-platform")
+    failed = {name for name, check in checks.items() if check["status"] == "fail"}
+    assert not failed.intersection(installed)
+    assert done.returncode == (3 if failed else 0)  # a small or full machine has failures too
+
+
 @pytest.mark.parametrize(
     ("kind", "code", "words"),
     [("h100", 3, "no NVIDIA GPU was found, but each node needs 1"), ("h10", 2, "no such device")],

@@ -265,7 +265,7 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.parametrize("when", ["importing", "starting", "started"])
+@pytest.mark.parametrize("when", ["begun", "starting", "started"])
 def test_a_session_that_starts_beside_an_error_is_ended_with_it(when: str) -> None:
     """The error of the block is the one that is told, and whatever Ray has started by then is gone before it is."""
     program = [sys.executable, "-c", BESIDE, when]
@@ -273,9 +273,58 @@ def test_a_session_that_starts_beside_an_error_is_ended_with_it(when: str) -> No
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["error"] == "the data is wrong."
-    assert bool(told["family"]) == (when != "importing")
+    assert told["family"] or when == "begun"
     assert told.get("value") == (7 if when == "started" else None)
     assert (told["left"], told["again"], told["left_again"]) == ({}, True, {})
+
+
+IN_A_FINDER = """
+import os, sys, threading
+assert "logging" not in sys.modules
+at_fork, in_finder, moved = threading.Event(), threading.Event(), threading.Event()
+os.register_at_fork(before=moved.set)  # called when logging, which registers later, has taken its lock
+import logging, subprocess
+from rlctl.cluster.ray_session import BesideSession
+
+plain = subprocess.Popen.__init__
+
+def start(process, *arguments, **settings):
+    of_ray = any("gcs_server" in word for word in arguments[0])
+    if of_ray:
+        at_fork.set()
+        in_finder.wait()
+    plain(process, *arguments, **settings)
+    if of_ray:
+        moved.set()
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "looked_for":
+            in_finder.set()
+            moved.wait()
+            logging.getLogger("a logger of a module that the finder imports")
+
+subprocess.Popen.__init__ = start
+sys.meta_path.insert(0, Finder())
+with BesideSession() as ray:
+    ray.begin(gpus=0)
+    at_fork.wait()
+    try:
+        import looked_for
+    except ModuleNotFoundError:
+        ray.wait()
+        print("both went on")
+"""
+
+
+def test_ray_starts_beside_a_finder_that_takes_the_lock_of_logging() -> None:
+    """Python holds the lock of all imports while a finder runs, and a fork with a `preexec_fn` takes logging's lock and
+    then that of imports."""
+    try:
+        done = subprocess.run([sys.executable, "-c", IN_A_FINDER], capture_output=True, text=True, timeout=90)
+    except subprocess.TimeoutExpired:
+        pytest.fail("the start stands still")
+    assert done.stdout == "both went on\n", done.stderr
 
 
 def test_a_session_that_cannot_start_says_so_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

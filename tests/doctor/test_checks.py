@@ -78,7 +78,12 @@ def test_packages_that_do_not_fit_are_named() -> None:
 def test_torch_companions() -> None:
     expect(software.check_torch_companions(ENGINES), "ok")
     expect(software.check_torch_companions(ENGINES | {"torchvision": "0.28.0+cpu"}), "ok")
-    expect(software.check_torch_companions(ENGINES | {"torchvision": "0.28.0"}), "fail", "pip uninstall torchvision")
+    expect(
+        software.check_torch_companions(ENGINES | {"torchvision": "0.28.0"}, False), "fail", "uninstall torchvision`"
+    )
+    expect(software.check_torch_companions(ENGINES | {"torchvision": "0.28.0"}, True), "ok")
+    with_audio = ENGINES | {"torchvision": "0.28.0", "torchaudio": "2.13.0"}
+    expect(software.check_torch_companions(with_audio, True), "fail", "pip uninstall torchaudio`.")
     expect(software.check_torch_companions({"torch": "2.13.0", "torchvision": "0.28.0"}), "ok")
 
 

@@ -69,6 +69,13 @@ while quiet < 5:  # a process may be about to start another one
     time.sleep(0.2)
 """
 """A program that waits for a byte of the process that started it, or for its death."""
+LAUNCHER = """
+import ctypes, os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""A program that becomes a process of Ray, ended by the kernel with the thread that started it (PR_SET_PDEATHSIG)."""
 TOKEN = secrets.token_hex(32)
 """The processes of a session that is started here ask each other for it. Ray keeps the first that a process had."""
 TOKEN_ADVICE = "Run `ray get-auth-token --generate` on the head node, and start Ray again with RAY_AUTH_MODE=token."
@@ -144,6 +151,8 @@ class BesideSession:
     def begin(self, address: str | None = None, *, gpus: int | None = None, hosts: Sequence[EarlyHost] = ()) -> None:
         """Begin to start or join Ray, as `ray_session` does, and then `hosts`, which `early` has."""
         _have_patience(address)
+        import ray  # noqa: F401 - here and not beside the imports of the caller
+
         self._thread = threading.Thread(target=self._hold, args=(address, gpus, hosts), name="ray", daemon=True)
         self._thread.start()
 
@@ -158,8 +167,6 @@ class BesideSession:
 
     def _hold(self, address: str | None, gpus: int | None, hosts: Sequence[EarlyHost]) -> None:
         try:
-            import ray  # noqa: F401 - before it may be interrupted: a module cannot be imported by halves
-
             with self._turn:
                 if self._given_up:
                     return
@@ -189,7 +196,7 @@ class BesideSession:
         self._failure = error
         with self._turn:
             self._given_up = True
-            has_begun = self._is_starting or self._answered.is_set()  # else it imports, and starts nothing any more
+            has_begun = self._is_starting or self._answered.is_set()  # else it starts nothing any more
             if self._is_starting and thread.ident is not None:  # end the processes that Ray has started so far
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Abandoned))
         self._ending.set()
@@ -348,7 +355,6 @@ def _as_a_run_needs_it() -> Iterator[None]:
     """Change how Ray starts on this machine, where `ray.init` has no arguments for that."""
     from ray._private import node, parameter, ray_constants, services, utils
 
-    popen: Any = functools.partial(services.ConsolePopen, start_new_session=True)
     without: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
     lean: Any = functools.partial(parameter.RayParams, **without)
     with (
@@ -356,15 +362,24 @@ def _as_a_run_needs_it() -> Iterator[None]:
         _replaced(utils, set_sigterm_handler=_ignore),
         # Where Ray runs on one machine only, all its processes listen on the loopback interface.
         _replaced(ray_constants, ENABLE_RAY_CLUSTER=False),
-        # Signals to this process's group or from the terminal do not reach processes in sessions of their own: a run
-        # finishes its step with them, and ends them itself.
-        _replaced(services, ConsolePopen=popen),
+        _replaced(services, ConsolePopen=_launch),
         # A session of one machine needs no autoscaler, no copies of its workers' logs, and no dashboard, which Ray
         # starts and waits for even without `include_dashboard`.
         _replaced(parameter, RayParams=lean),
         _replaced(node.Node, start_api_server=_ignore),
     ):
         yield
+
+
+def _launch(command: Sequence[str], *, preexec_fn: object, creationflags: int, **settings: Any) -> Any:
+    """Start a process of Ray in a session of its own: signals to this process's group or from the terminal do not reach
+    it, since a run finishes its step with it.
+
+    The work of Ray's `preexec_fn` is left to LAUNCHER. With such a function Python (3.11) forks this process after it
+    took the locks of its at-fork handlers (logging's is one) and then the lock of imports, while another thread may
+    hold the lock of imports and wait for logging's: both wait for ever.
+    """
+    return subprocess.Popen([sys.executable, "-I", "-S", "-c", LAUNCHER, *command], start_new_session=True, **settings)
 
 
 def _job() -> Any:

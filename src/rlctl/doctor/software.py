@@ -6,12 +6,14 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from rlctl import torchvision_on_cpu
 from rlctl.doctor.finding import Check
 from rlctl.errors import INSTALL_CPU, install_extra, listed
 
@@ -24,6 +26,8 @@ TRANSFORMER_ENGINE_NEEDS = ("setuptools", "wheel", "ninja", "nvidia-cuda-cccl", 
 BUILD = (
     "`NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0 pip install --no-build-isolation -e '.[transformer-engine]'`"
 )
+HOOK = "import rlctl.torchvision_on_cpu as hook; hook.install()"
+ADD_HOOK = f"echo '{HOOK}' > {sysconfig.get_path('purelib')}/torchvision_on_cpu.pth"
 LEAST_GLIBC = {"x86_64": "2.28", "aarch64": "2.34"}
 IMPORT_LIMIT_S = 180.0
 LOST_WITHOUT_TRANSFORMER_ENGINE = "FP8 training (megatron.fp8), fused norms, grouped expert matmuls"
@@ -104,13 +108,18 @@ def version_conflicts(versions: Mapping[str, str], requires: Callable[[str], lis
                 yield text, f"{name}{requirement.specifier}"
 
 
-def check_torch_companions(versions: Mapping[str, str]) -> Check:
-    """Check that no CUDA build of torchvision or its siblings stands next to torch's CPU build."""
+def check_torch_companions(versions: Mapping[str, str], hooked: bool | None = None) -> Check:
+    """Check that no CUDA build of torchvision or its siblings stands next to torch's CPU build. `hooked`: whether
+    `rlctl.torchvision_on_cpu` lets processes of this environment import such a torchvision; None: look."""
     if not versions.get("torch", "").endswith("+cpu"):
         return Check("torch-companions", "ok", "torch is not a CPU build: nothing to check")
     wrong = [name for name in TORCH_COMPANIONS if name in versions and not versions[name].endswith("+cpu")]
+    if "torchvision" in wrong and (torchvision_on_cpu.is_installed() if hooked is None else hooked):
+        wrong.remove("torchvision")
     if wrong:
-        fix = f"Remove what text does not need: `pip uninstall {' '.join(wrong)}`."
+        fix = f"Text needs none of them: `pip uninstall {' '.join(wrong)}`."
+        if "torchvision" in wrong:
+            fix += f" Images need torchvision: install its CPU build, or add the hook of `make venv` with `{ADD_HOOK}`."
         return Check("torch-companions", "fail", f"{', '.join(wrong)} are CUDA builds, but torch is a CPU build", fix)
     return Check("torch-companions", "ok", "no package that torch's CPU build does not match")
 
