@@ -107,8 +107,15 @@ def test_unknown_name_without_a_network(tmp_path: Path) -> None:
         resolve_model("nobody/no-such-model")
 
 
+def test_a_misspelled_name_has_a_suggestion_without_a_network() -> None:
+    with pytest.raises(InputError) as caught:
+        resolve_model("Qwen/Qwen3-8b-Instrct")
+    assert (caught.value.hint or "").startswith("Did you mean Qwen/Qwen3-8B or ")
+
+
 def test_a_place_of_the_hub_that_cannot_be_read_is_not_blamed_on_the_network(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path))
+    monkeypatch.setattr("rlctl.checkpoints.model_source.hub_answers", lambda: True)
     with pytest.raises(RlctlError) as caught:
         resolve_model("someone/some-model")
     assert str(tmp_path) in caught.value.message

@@ -202,6 +202,9 @@ def test_unknown_names_give_none_and_near_matches() -> None:
     assert lookup("Qwen/Qwen3-31B") is None
     assert lookup("no/such-model") is None
     assert "Qwen/Qwen3-32B" in near("Qwen/Qwen3-31B")
+    assert near("Qwen/Qwen3-8b-Instrct")[0] == "Qwen/Qwen3-8B"  # there is no Qwen3-8B-Instruct
+    assert near("HuggingFaceTB/SmolLM2-135M-Instrct")[0] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert near("someone/a-model-that-nobody-knows") == []
 
 
 def test_no_name_describes_two_models() -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import cast
 
 from rlctl.checkpoints.hf.hf_files import NAMED_TEMPLATES, read_config, refuse_adapters
+from rlctl.checkpoints.hf.hub import UNREACHED, hub_answers
 from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole, shard_files
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, MegatronDirectory, find
 from rlctl.config.files import user_path
 from rlctl.errors import AbsentError, InputError, RlctlError
+from rlctl.models.catalog import near
 
 CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.codes", "*.spm")
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
@@ -49,7 +51,6 @@ class ModelSource:
 
 
 log = logging.getLogger(__name__)
-UNREACHED = "not in the Hugging Face cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set)."
 Tell = Callable[[str], None]
 """Called with a line before anything that takes long."""
 Supplier = Callable[[str, str | None, Tell], ModelSource | None]
@@ -80,16 +81,12 @@ def resolve_model(
         patterns = [*CONFIG_FILES, *(("*.safetensors",) if weights else ()), *code]
         directory = from_cache(name, revision, patterns, weights)
         if directory is None:
-            from huggingface_hub import constants
-
-            if not constants.HF_HUB_OFFLINE:
-                tell(f"asking the Hugging Face hub for {name}")
-            directory = from_hub(name, revision, patterns)
+            directory = from_hub(name, revision, patterns, tell)
         supplied = otherwise(name, revision, tell) if directory is None else None
         if directory is None and supplied is None:
             raise AbsentError(
                 f"model {name}: no directory here, {UNREACHED}",
-                "Give a local directory, or download the model with `hf download` on a machine with network access.",
+                f"{like(name)}Give a local directory, or run `hf download` on a machine with network access.",
             )
         if directory is not None:
             check_directory(directory, weights=weights)
@@ -156,17 +153,20 @@ def tokenizer_directory(name: str, *, trust_remote_code: bool = False) -> Path:
     return fetched
 
 
-def from_hub(name: str, revision: str | None, patterns: list[str]) -> Path | None:
+def from_hub(name: str, revision: str | None, patterns: list[str], tell: Tell = lambda _: None) -> Path | None:
     """Download a snapshot into the Hugging Face cache; None where the hub cannot be reached."""
     from huggingface_hub import errors, snapshot_download
 
+    if not hub_answers():
+        return None
+    tell(f"asking the Hugging Face hub for {name}")
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED_FILES))
     except errors.RepositoryNotFoundError as error:
         if isinstance(error, errors.GatedRepoError):
             hint = "Ask for access on its page of the hub, then log in with `hf auth login` or set HF_TOKEN."
             raise InputError(f"model {name} is gated: its owner grants access one by one.", hint) from error
-        hint = "Check the spelling; a private model needs `hf auth login` or HF_TOKEN."
+        hint = f"{like(name) or 'Check the spelling. '}A private model needs `hf auth login` or HF_TOKEN."
         raise InputError(f"model {name}: the hub has no such model.", hint) from error
     except errors.RevisionNotFoundError as error:
         raise InputError(f"model {name} has no revision {revision!r}.", "Name a branch, tag or commit.") from error
@@ -178,6 +178,12 @@ def from_hub(name: str, revision: str | None, patterns: list[str]) -> Path | Non
         if isinstance(error, OSError) and error.filename is not None:  # of this machine, not of the network
             hint = "Set HF_HOME to a directory with space that you can read and write."
         raise RlctlError(f"downloading {name} failed: {error}", hint) from error
+
+
+def like(name: str) -> str:
+    """Return a sentence with the known hub names most like `name`; empty: it is one, or none is like it."""
+    similar = near(name)
+    return "" if name in similar or not similar else f"Did you mean {' or '.join(similar)}? "
 
 
 def check_directory(directory: Path, *, weights: bool = True) -> None:

@@ -260,6 +260,7 @@ def _started(gpus: int | None, logs: Callable[[], Path | None]) -> Iterator[None
         try:
             own = stack.enter_context(lasting_folder(base))
             temporary = stack.enter_context(lasting_folder(Path(tempfile.gettempdir())))
+            stack.enter_context(_ending_descendants())  # the watcher too, if the start is abandoned meanwhile
             stack.enter_context(_ending_with_this_process(temporary, own))
             stack.enter_context(_ending_descendants())
             _start(gpus, own / "r", temporary)  # Ray opens the directory itself to everybody

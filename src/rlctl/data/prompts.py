@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from rlctl.checkpoints.hf.hub import UNREACHED, hub_answers
 from rlctl.config.yaml_values import parse_value
 from rlctl.data.drawn_shapes import DRAWN_SHAPES, open_shapes
 from rlctl.data.image_rows import COLUMNS, holds_images
@@ -264,16 +265,17 @@ def _loaded(name: str, data: DataConfig) -> Dataset:
                 raise InputError(f"Dataset {path} has no split {data.split!r}.", hint)
             saved = saved[data.split]
         return saved
+    if not Path(path).exists():
+        hub_answers()  # else `datasets` reads its cache
     try:
         return datasets.load_dataset(path, configuration or None, split=data.split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # `datasets` raises these for an unknown name, split or configuration, and for a hub out of reach
-        kind = AbsentError if isinstance(error, ConnectionError) else InputError
-        why = f"Dataset {name!r} (split {data.split!r}) could not be loaded: {first_line(error.__cause__ or error)}"
-        if kind is AbsentError:
+        if isinstance(error, ConnectionError):
+            why = f"Dataset {name!r} (split {data.split!r}): no file or directory here, {UNREACHED}"
             raise AbsentError(why, f"{download_of(name)} fetches it where the hub can be reached; {LOCAL}") from error
-        raise kind(
-            why,
+        raise InputError(
+            f"Dataset {name!r} (split {data.split!r}) could not be loaded: {first_line(error.__cause__ or error)}",
             "--data takes reasoning-gym:<task>, drawn-shapes, a .jsonl or .parquet file, or a Hugging Face dataset "
             "(name or name:configuration) that is in the local cache or that the hub can be reached for.",
         ) from error

@@ -7,6 +7,7 @@ A local model's own configuration wins. Models without a family file have their 
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -16,6 +17,7 @@ import yaml
 
 from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts, RopeFacts
 
+NUMBERS = re.compile(r"\d+(?:\.\d+)?[bm]?")
 PARTS = {"rope": RopeFacts, "window_rope": RopeFacts, "moe": MoeFacts, "mla": MlaFacts}
 
 
@@ -43,9 +45,15 @@ def lookup_entry(name: str) -> CatalogEntry | None:
 
 
 def near(name: str, limit: int = 3) -> list[str]:
-    """Known hub names that look like `name`, the likeliest first."""
-    by_key = {_key(n): n for entry in entries() for n in entry.names}
-    return [by_key[k] for k in difflib.get_close_matches(_key(name), by_key, limit, 0.6)]
+    """Known hub names that look like `name`, the likeliest first: those of the same size, and of them the ones that are
+    nearly equal or that `name` adds words to (`Qwen3-8B-Instruct` of which there is only `Qwen3-8B`)."""
+    by_key, key = {_key(n): n for entry in entries() for n in entry.names}, _key(name)
+    sizes, words = NUMBERS.findall(key), set(key.split("-"))
+    alike = difflib.get_close_matches(key, by_key, len(by_key), 0.6)
+    close = difflib.get_close_matches(key, alike, len(alike), 0.9) if alike else []
+    close += [other for other in alike if words.issuperset(other.split("-"))]
+    alike.sort(key=lambda other: (NUMBERS.findall(other) != sizes, other not in close))
+    return [by_key[other] for other in alike[:limit]]
 
 
 @cache
