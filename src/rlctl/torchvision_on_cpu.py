@@ -25,7 +25,8 @@ class Finder:
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         spec = PathFinder.find_spec(name, path) if name == "torchvision" else None
         if spec is not None and spec.loader is not None:
-            spec.loader = Loader(spec, spec.loader)
+            loader: Any = Loader(spec, spec.loader)
+            spec.loader = loader
         return spec
 
 
