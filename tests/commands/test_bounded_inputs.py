@@ -85,7 +85,7 @@ def test_a_value_of_a_recipe_that_leads_nowhere_is_a_line_of_its_report(
 @pytest.mark.parametrize(
     ("name", "content", "arguments", "words"),
     [
-        ("p.jsonl", '{"prompt": ' + "[" * 100_000, [], "p.jsonl, line 1 is not JSON"),
+        ("p.jsonl", '{"prompt": ' + "[" * 100_000, [], "p.jsonl, line 1: not JSON"),
         ("p.jsonl", '{"prompt": 3}', [], "p.jsonl, line 1: field 'prompt' is of type int"),
         ("p.txt", "q\n" + "x" * 3_000_000, [], "p.txt, line 2: field 'prompt' holds 3,000,000 characters"),
         ("p.txt", "q\n", ["--n", "100000000"], "exceeds the limit of 1,000,000 completions"),

@@ -125,8 +125,26 @@ def test_messages_are_the_prompt_where_nobody_names_another(tmp_path: Path) -> N
 
 
 def test_answers_in_the_form_of_gsm8k_are_cut_to_the_final_number(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "q", "answer": "First 48/2 = 24.\n#### 72"}])
-    assert open_file(path)[0].answer == "72"
+    numbers = ["72", "-3", "1,450,000", "$18", "3.5", ".5", "2/3", "10%"]
+    rows = [{"prompt": "q", "answer": f"First 48/2 = 24.\n#### {number}"} for number in numbers]
+    assert [row.answer for row in open_file(write_jsonl(tmp_path / "d.jsonl", rows))] == numbers
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "# Bread\n#### Dough\nMix.\n#### Oven\nBake at 230 degrees.",
+        "Steps\n#### 1. Mix\nflour",
+        "#### 1\nMix.\n#### 2",
+        "One\n#### 1\ntwo\n#### 2",
+        "code:\n#### yes",
+        "72",
+    ],
+)
+def test_other_answers_with_the_mark_of_a_heading_stay_whole(answer: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "q", "answer": answer}])
+    assert open_file(path)[0].answer == answer
+    assert open_file(path, answer_pattern="(.*)")[0].answer == answer
 
 
 def test_jsonl_fingerprint_follows_the_content(tmp_path: Path) -> None:
@@ -208,12 +226,7 @@ def test_a_file_that_does_not_exist_suggests_its_neighbors(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [
-        ("d.csv", "A folder that holds only"),
-        ("d.json", r"jq -c '\.\[\]'"),
-        ("d.jsonl.gz", "gunzip"),
-        ("d.txt", "Known are"),
-    ],
+    [("d.xlsx", r"Known are \.jsonl"), ("d.jsonl.zip", r"also with \.gz"), ("d.txt", "Known are")],
 )
 def test_other_kinds_of_file_are_refused_with_a_way_on(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / name).write_text("prompt\na\n")
@@ -222,12 +235,13 @@ def test_other_kinds_of_file_are_refused_with_a_way_on(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("q.csv", "unknown kind of data file"), ("./nowhere", "there is no such file or directory")]
+    ("name", "words"),
+    [("q.csv", r"Data file q\.csv does not exist"), ("./nowhere", "there is no such file or directory")],
 )
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(
     name: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlctl.data.prompts.open_hub", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("rlctl.data.prompts._loaded", lambda *_: pytest.fail("the hub was asked"))
     with pytest.raises(InputError, match=words):
         open_prompts(DataConfig(name=name))
 
@@ -350,5 +364,5 @@ def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(
     (tmp_path / "notes.md").write_text("# Notes")
     monkeypatch.setattr("rlctl.data.prompts._loaded", lambda *_: pytest.fail("asked the hub"))
     assert not shows_images(DataConfig(name=name))
-    with pytest.raises(InputError, match=r"unknown kind of data file|no such file"):
+    with pytest.raises(InputError, match=r"unknown kind of data file|no such file|does not exist"):
         open_prompts(DataConfig(name=name))

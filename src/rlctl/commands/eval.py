@@ -37,7 +37,7 @@ Tasks = Annotated[
         "-t",
         metavar="TASK",
         help="reasoning-gym:<task>[:key=value,...], gsm8k, math-500, aime24, aime25, gpqa-diamond, mmlu-pro, ifeval, a "
-        ".jsonl or .parquet file, or a Hugging Face dataset. Repeatable.",
+        "JSON, CSV or Parquet file, or a Hugging Face dataset. Repeatable.",
     ),
 ]
 Samples = Annotated[int, typer.Option("--n", "-n", min=1, max=10_000, help="Samples per prompt.")]

@@ -33,7 +33,7 @@ PromptsFile = Annotated[
     typer.Option(
         "--prompts-file",
         metavar="FILE|-",
-        help="File with one prompt per line, or a .jsonl file with `prompt`; - reads stdin.",
+        help="File with one prompt per line, or a data file (.jsonl, .csv) with `prompt`; - reads stdin.",
     ),
 ]
 Samples = Annotated[int, typer.Option("--n", "-n", min=1, help="Completions per prompt.")]

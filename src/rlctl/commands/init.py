@@ -56,7 +56,7 @@ def init(
     preset = preset or asked("Preset (`rlctl presets ls` lists them)", usual_preset(), asks)
     model = model or asked("Model: hub name or directory", usual_model(preset), asks)
     if data is None:
-        data = asked("Data: a .jsonl or .parquet file or a hub dataset (empty: an example)", "", asks)
+        data = asked("Data: a JSON, CSV or Parquet file or a hub dataset (empty: an example)", "", asks)
     if reward is None:
         reward = asked("Reward, such as exact-match or math-verify (empty: a file to edit)", "", asks)
     run = NewRun(directory, preset, model or None, data or None, reward or None, prompt_field, answer_field)

@@ -53,7 +53,7 @@ FLAGS = {
     "data": Flag(
         list[str],
         "data.name",
-        "A .jsonl or .parquet file, a hub dataset, or reasoning-gym:<task>. Repeat to mix.",
+        "A JSON, CSV or Parquet file, a folder, a hub dataset, or reasoning-gym:<task>. Repeat to mix.",
         "SOURCE",
     ),
     "prompt_field": Flag(str, "data.prompt_field", "Data column with the prompt.", "NAME"),

@@ -99,11 +99,11 @@ def open_benchmark(name: str, benchmark: Benchmark, path: str | None, data: Data
         benchmark.form(rows[0])
     except InputError as error:
         repository, _, configuration = benchmark.repository.partition(":")
-        hint = f"Give a .parquet or .jsonl file with the fields of {repository}, such as `{benchmark.prompt_field}`."
+        hint = f"Give a data file with the fields of {repository}, such as `{benchmark.prompt_field}`."
         if path is None:
             hint = (
                 f"Where the hub cannot be reached, fetch {repository}{f' ({configuration})' * bool(configuration)} "
-                f"elsewhere and give its .parquet or .jsonl file: --task {name}:FILE. Gated data sets also need "
+                f"elsewhere and give its file: --task {name}:FILE. Gated data sets also need "
                 "HF_TOKEN."
             )
         raise InputError(f"--task {name}: {error.message}", hint) from error

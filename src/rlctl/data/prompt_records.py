@@ -38,6 +38,7 @@ USUAL_NAMES = {
 """Common field names of prompts and answers, for suggestions."""
 _LIKE_MESSAGES = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")
 _NUMBERS = re.compile(r"(?:(?<!\w)-)?\d+(?:\.\d+)?")  # the level of `level-3` is 3
+_FINAL_NUMBER = re.compile(r"[-+]?\$?(?=[.\d])[\d.,/]*\d%?")
 OTHER_MEDIA = {"video": "a video", "videos": "videos", "audio": "sound"}
 
 
@@ -51,9 +52,8 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
             "rlctl does not train on sound or video. To train on the text, leave that field out.",
         )
     fields = {name: value for name, value in record.items() if name not in (PROMPT, ANSWER)}
-    answer = matched(_answer_in(record, data.answer_field), data)
-    if isinstance(answer, str) and "\n#### " in answer:  # a worked solution, as in GSM8K
-        answer = answer.rsplit("\n#### ", 1)[1].strip()
+    answer = _answer_in(record, data.answer_field)
+    answer = _final_number(answer) if data.answer_pattern is None else matched(answer, data)
     template, name = template_of(data), prompt_field_in(record, data.prompt_field)
     if not has_field(record.keys(), data.prompt_field) and template is not None and PROMPT not in template.names:
         return with_images(PromptRow(index, where, template.render(fields, where), answer, fields), record, data)
@@ -89,6 +89,14 @@ def matched(answer: Any, data: DataConfig) -> Any:
     return (found[1] or "" if found else answer).strip()
 
 
+def _final_number(answer: Any) -> Any:
+    """Return the number after the only `####` of a worked solution, as in GSM8K; any other answer as it is: in Markdown
+    the mark begins a heading."""
+    solution, mark, number = answer.partition("\n#### ") if isinstance(answer, str) else ("", "", "")
+    alone = mark and "####" not in solution + number and _FINAL_NUMBER.fullmatch(number.strip())
+    return number.strip() if alone else answer
+
+
 def decoded_messages(value: Any, field_name: str, where: str) -> Any:
     """Return chat messages from a JSON list in a text; other values unchanged. Raises InputError for other list
     notations."""
@@ -99,7 +107,7 @@ def decoded_messages(value: Any, field_name: str, where: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"{where}: field {field_name!r} looks like a list of chat messages, but is not JSON ({error}).",
-            "Write it with json.dumps, or as a list in a .jsonl or .parquet file.",
+            "Write it with json.dumps, or as a list in a JSON or Parquet file.",
         ) from error
 
 

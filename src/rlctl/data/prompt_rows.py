@@ -56,6 +56,13 @@ class PromptRow:
         return [*tools]
 
     @property
+    def reference(self) -> str:
+        """The reference answer as a text. Raises InputError for a row without one."""
+        if self.answer is None:
+            raise InputError(f"{self.where}: there is no reference answer to compare with.", "Leave the row out.")
+        return answer_text(self.answer)
+
+    @property
     def question(self) -> str:
         """The prompt as one text: of messages, the last that is the user's. An environment may begin without any."""
         if isinstance(self.prompt, str):
@@ -128,6 +135,11 @@ class PromptSource:
 
 def instructions(data: DataConfig) -> str:
     return "\n".join(filter(None, (data.system_prompt, data.prompt_template, data.prompt_suffix)))
+
+
+def answer_text(answer: Any) -> str:
+    """Return a reference answer as completions write it; truth values as JSON does, not as Python."""
+    return json.dumps(answer) if isinstance(answer, bool) else str(answer)
 
 
 def from_json(value: Any) -> Any:

@@ -1,15 +1,14 @@
-"""Prompts of what `data.name` names: a task that makes its rows, a JSONL or parquet file, a Hugging Face dataset."""
+"""Prompts of what `data.name` names: a task that makes its rows, data files, a Hugging Face dataset."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
-import re
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -21,22 +20,15 @@ from rlctl.data.drawn_shapes import DRAWN_SHAPES, open_shapes
 from rlctl.data.image_rows import COLUMNS, holds_images
 from rlctl.data.prompt_records import MESSAGES
 from rlctl.data.prompt_rows import GYM_PREFIX, GymTask, PromptRow, PromptSource, instructions
+from rlctl.data.records import arrow_records, digest_of, files_in, folder_in, is_file_name, records_of
 from rlctl.data.row_types import PROMPTS, RowType
-from rlctl.errors import AbsentError, InputError, MachineError, first_line, suggest, suggest_file
+from rlctl.errors import AbsentError, InputError, MachineError, first_line, suggest
 from rlctl.settings.data import DataConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from reasoning_gym.dataset import ProceduralDataset
 
-FILE_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-OTHER_SUFFIXES = {
-    ".json": "A list of objects becomes one object a line with: jq -c '.[]' in.json > out.jsonl",
-    ".csv": "A folder that holds only this file can be given as --data: Hugging Face datasets reads it.",
-    ".gz": "Unpack it first: gunzip FILE",
-}
-"""How files of other kinds become data."""
-ONE_OBJECT = "Each line must be one JSON object; jq -c '.' writes objects so, and jq -c '.[]' the objects of a list."
 DEFAULT_SIZE = 10_000
 """Questions of a task whose size nobody gave. They are made when asked for; only their order is in memory."""
 MOST_QUESTIONS = 10_000_000
@@ -61,25 +53,8 @@ def open_prompts(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> Pr
         )
     if name == DRAWN_SHAPES:
         return open_shapes(data, seed, rows)
-    path, kind = Path(name), file_kind(name)
-    if kind is None:
-        return open_hub(name, data, rows)
-    return (open_jsonl if kind == "jsonl" else open_parquet)(path, data, rows)
-
-
-def file_kind(name: str) -> str | None:
-    """Return the kind of a data file; None: a folder or a hub dataset. Raises InputError for a file of another kind and
-    for one that does not exist."""
-    path = Path(name)
-    kind = FILE_SUFFIXES.get(path.suffix.lower())
-    if kind is None and (path.is_file() or path.suffix.lower() in OTHER_SUFFIXES):
-        way = OTHER_SUFFIXES.get(path.suffix.lower(), "")
-        raise InputError(f"{name}: unknown kind of data file.", f"Known are {', '.join(FILE_SUFFIXES)}. {way}".strip())
-    if kind is None and name.startswith((".", "/")) and not path.exists():
-        raise InputError(f"--data {name}: there is no such file or directory.", "Check the path.")
-    if kind is not None and not path.is_file():
-        raise InputError(f"Data file {name} does not exist.", suggest_file(path, FILE_SUFFIXES) or "Check the path.")
-    return kind
+    found = _found(name, data)
+    return of_files(name, found, data, rows) if isinstance(found, list) else of_dataset(name, found, data, rows)
 
 
 def open_episodes(environment: str, size: int | None) -> PromptSource:
@@ -91,61 +66,14 @@ def open_episodes(environment: str, size: int | None) -> PromptSource:
     return PromptSource(environment, size or DEFAULT_SIZE, row, {"source": f"environment {environment}"})
 
 
-def of_file(path: Path, rows: list[PromptRow], data: DataConfig) -> PromptSource:
+def of_files(label: str, files: list[Path], data: DataConfig, row_type: RowType = PROMPTS) -> PromptSource:
+    """Return the rows of data files (the first `data.size`). Raises InputError naming the file and the line."""
+    records = islice(records_of(files, partial(row_type.template_columns, data=data)), data.size)
+    rows = [row_type.read(record, index, where, data) for index, (where, record) in enumerate(records)]
     if not rows:
-        raise InputError(f"{path} has no rows.", "Give a file with at least one prompt.")
-    with path.open("rb") as file:
-        identity = {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-    return PromptSource(str(path), len(rows), rows.__getitem__, identity, instructions(data), checked=len(rows))
-
-
-def open_jsonl(path: Path, data: DataConfig, row_type: RowType = PROMPTS) -> PromptSource:
-    """Return a row for each line that is not blank (the first `data.size`); InputError names the line that is wrong."""
-    with path.open("rb") as file:
-        filled = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-        rows = [
-            row_type.read(_record(line, path, number), index, f"{path}, line {number}", data)
-            for index, (number, line) in enumerate(islice(filled, data.size))
-        ]
-    return of_file(path, rows, data)
-
-
-def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-        if re.search(rb"\\u[dD]", line):  # one half of a pair of these is no character
-            json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        why = f"{path}, line {number}: not JSON in UTF-8 ({error.reason})."
-        raise InputError(why, f"`file {path}` tells its encoding; iconv -f ENCODING -t UTF-8 changes it.") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}, line {number}: not JSON ({error}).", ONE_OBJECT) from error
-    if not isinstance(record, dict):
-        raise InputError(f"{path}, line {number}: not a JSON object.", ONE_OBJECT)
-    return record
-
-
-def _row_of_table(record: dict[str, Any], index: int, where: str, data: DataConfig, row_type: RowType) -> PromptRow:
-    """Return the row of a table record without keys that only fill other rows' objects."""
-    read = row_type.template_columns(record, data)
-    cleaned = {key: _without_nulls(value) if key in read else value for key, value in record.items()}
-    return row_type.read(cleaned, index, where, data)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
-
-
-def columns_of(path: Path) -> list[str]:
-    """Return the columns of a .jsonl file, by its first line, or of a .parquet file."""
-    if FILE_SUFFIXES[path.suffix.lower()] == "jsonl":
-        with path.open("rb") as file:
-            return [*_record(file.readline(), path, 1)]
-    import pyarrow.parquet
-
-    return pyarrow.parquet.read_schema(path).names
+        raise InputError(f"{label} has no rows.", "Give a file with at least one prompt.")
+    identity = {"sha256": digest_of(files)}
+    return PromptSource(label, len(rows), rows.__getitem__, identity, instructions(data), checked=len(rows))
 
 
 def shows_images(data: DataConfig) -> bool:
@@ -156,48 +84,16 @@ def shows_images(data: DataConfig) -> bool:
     if not name or name.startswith(GYM_PREFIX):
         return False
     try:
-        return any(map(holds_images, islice(_records(data, file_kind(name)), LOOKED_AT)))
+        found = _found(name, data)
+        first = islice((one for _, one in records_of(found)) if isinstance(found, list) else _rows(found), LOOKED_AT)
+        return any(map(holds_images, first))
     except (InputError, MachineError, OSError, ValueError):
         return False
 
 
-def _records(data: DataConfig, kind: str | None) -> Iterator[dict[str, Any]]:
-    """Yield the records of a source without reading them as rows."""
-    path = Path(data.name or "")
-    if kind == "jsonl":
-        with path.open("rb") as file:
-            for line in file:
-                if line.strip():
-                    yield _record(line, path, 0)
-    elif kind == "parquet":
-        import pyarrow.parquet
-
-        with pyarrow.parquet.ParquetFile(path) as table:
-            for batch in table.iter_batches(batch_size=LOOKED_AT):
-                yield from batch.to_pylist()
-    else:
-        dataset = _loaded(data.name or "", data)
-        for index in range(min(len(dataset), LOOKED_AT)):
-            yield dataset[index]
-
-
-def open_parquet(path: Path, data: DataConfig, row_type: RowType = PROMPTS) -> PromptSource:
-    """Return one row for every row of the table (the first `data.size`)."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise MachineError("Parquet files need pyarrow.", "Install rlctl with its cpu or cuda extra.") from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            records = (record for batch in table.iter_batches() for record in batch.to_pylist())
-            rows = [
-                _row_of_table(record, index, f"{path}, row {index}", data, row_type)
-                for index, record in enumerate(islice(records, data.size))
-            ]
-    except pyarrow.ArrowException as error:
-        raise InputError(f"{path} is not a parquet file that can be read: {error}") from error
-    return of_file(path, rows, data)
+def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
+    arrow = dataset.with_format("arrow")  # images stay bytes
+    return (record for index in range(len(dataset)) for record in arrow_records(arrow[index]))
 
 
 def of_dataset(label: str, dataset: Dataset, data: DataConfig, row_type: RowType = PROMPTS) -> PromptSource:
@@ -217,10 +113,12 @@ def of_dataset(label: str, dataset: Dataset, data: DataConfig, row_type: RowType
                 "'images'.",
                 "Rename it with dataset.rename_column, or save the dataset without it.",
             )
-    dataset = _undecoded(dataset)
+    arrow = dataset.with_format("arrow")  # values as in files, and images as bytes
+    chosen = partial(row_type.template_columns, data=data)
 
     def row(index: int) -> PromptRow:
-        return _row_of_table(dataset[index], index, f"dataset {label} ({data.split}), row {index}", data, row_type)
+        (record,) = arrow_records(arrow[index], chosen)
+        return row_type.read(record, index, f"dataset {label} ({data.split}), row {index}", data)
 
     # `datasets` hashes the files of the dataset and every operation on it into this.
     identity = {"source": label, "split": data.split, "fingerprint": dataset._fingerprint}
@@ -231,23 +129,13 @@ def of_dataset(label: str, dataset: Dataset, data: DataConfig, row_type: RowType
     return source
 
 
-def _undecoded(dataset: Dataset) -> Dataset:
-    import datasets
-
-    for column, feature in dataset.features.items():
-        if isinstance(feature, datasets.Image):
-            dataset = dataset.cast_column(column, datasets.Image(decode=False))
-        elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
-            dataset = dataset.cast_column(column, datasets.List(datasets.Image(decode=False)))
-    return dataset
+def _found(name: str, data: DataConfig) -> list[Path] | Dataset:
+    """Return the data files that a name stands for, or a dataset of another kind. Raises InputError or AbsentError."""
+    return [Path(name)] if is_file_name(name) else _loaded(name, data)
 
 
-def open_hub(name: str, data: DataConfig, row_type: RowType = PROMPTS) -> PromptSource:
-    """Return the split `data.split` of a dataset `name` or `name:configuration`; InputError where it cannot be had."""
-    return of_dataset(name, _loaded(name, data), data, row_type)
-
-
-def _loaded(name: str, data: DataConfig) -> Dataset:
+def _loaded(name: str, data: DataConfig) -> list[Path] | Dataset:
+    """Return a folder's data files, a dataset written by `save_to_disk`, or one of the hub."""
     try:
         import datasets
         import datasets.exceptions
@@ -255,7 +143,7 @@ def _loaded(name: str, data: DataConfig) -> Dataset:
         raise MachineError(
             "Hugging Face datasets need the package datasets.", "Install it with `pip install datasets`."
         ) from error
-    path, _, configuration = name.partition(":")
+    path, configuration = folder_in(name)
     if any((Path(path) / marker).is_file() for marker in ("dataset_dict.json", "state.json")):  # of `save_to_disk`
         saved = datasets.load_from_disk(path)
         if isinstance(saved, datasets.DatasetDict):
@@ -268,6 +156,8 @@ def _loaded(name: str, data: DataConfig) -> Dataset:
     if not Path(path).exists():
         hub_answers()  # else `datasets` reads its cache
     try:
+        if (files := files_in(path, configuration, data.split)) is not None:
+            return files
         return datasets.load_dataset(path, configuration or None, split=data.split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # `datasets` raises these for an unknown name, split or configuration, and for a hub out of reach
@@ -276,8 +166,8 @@ def _loaded(name: str, data: DataConfig) -> Dataset:
             raise AbsentError(why, f"{download_of(name)} fetches it where the hub can be reached; {LOCAL}") from error
         raise InputError(
             f"Dataset {name!r} (split {data.split!r}) could not be loaded: {first_line(error.__cause__ or error)}",
-            "--data takes reasoning-gym:<task>, drawn-shapes, a .jsonl or .parquet file, or a Hugging Face dataset "
-            "(name or name:configuration) that is in the local cache or that the hub can be reached for.",
+            "--data takes reasoning-gym:<task>, drawn-shapes, a JSON, CSV or Parquet file, a folder, or a Hugging Face "
+            "dataset (name or name:configuration) that is in the local cache or that the hub can be reached for.",
         ) from error
 
 

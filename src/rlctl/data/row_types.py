@@ -43,9 +43,9 @@ class RowType(ABC):
     def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
         """Return a record's row. Raises InputError naming row and field."""
 
-    def template_columns(self, record: Mapping[str, Any], data: DataConfig) -> Collection[str]:
+    def template_columns(self, columns: Collection[str], data: DataConfig) -> Collection[str]:
         """Return the columns that the chat template reads."""
-        return record.keys()
+        return columns
 
     def require_columns(self, columns: Sequence[str], data: DataConfig, label: str) -> None:
         """Raise InputError where a table lacks a column."""
@@ -74,8 +74,8 @@ class PromptRows(RowType):
     def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
         return row_from_record(record, index, where, data)
 
-    def template_columns(self, record: Mapping[str, Any], data: DataConfig) -> Collection[str]:
-        return {TOOLS, prompt_field_in(record, data.prompt_field)}
+    def template_columns(self, columns: Collection[str], data: DataConfig) -> Collection[str]:
+        return {TOOLS, prompt_field_in(columns, data.prompt_field)}
 
     def require_columns(self, columns: Sequence[str], data: DataConfig, label: str) -> None:
         require_fields(columns, data, label)

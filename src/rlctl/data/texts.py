@@ -164,6 +164,16 @@ def _pair_from_record(record: Mapping[str, Any], index: int, where: str, data: D
     return PromptRow(index, where, prompt, (chosen, rejected), dict(record))
 
 
+def number_in(value: Any) -> Any:
+    """Return the number that a text says, as in a CSV file, None for an empty one, and any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value) if value.strip() else None
+    except ValueError:
+        return value
+
+
 def is_number(value: Any) -> bool:
     """Return whether a field holds a number that a loss can be computed from: neither NaN nor infinite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
@@ -171,7 +181,7 @@ def is_number(value: Any) -> bool:
 
 def _preferred(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return HelpSteer3's better and worse response. Raises InputError without a preference."""
-    better, worse, preference = record["response1"], record["response2"], record["overall_preference"]
+    better, worse, preference = record["response1"], record["response2"], number_in(record["overall_preference"])
     if not is_number(preference):
         raise InputError(f"{where}: the field 'overall_preference' is not a number: {preference!r:.40}.",
                          "Leave the row out.")  # fmt: skip

@@ -28,7 +28,8 @@ from rlctl.data.chat import PromptEncoder, load_tokenizer, template_digest
 from rlctl.data.drawn_shapes import DRAWN_SHAPES
 from rlctl.data.image_rows import shown_prompt
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource
-from rlctl.data.prompts import FILE_SUFFIXES, MOST_QUESTIONS, open_episodes, open_prompts
+from rlctl.data.prompts import MOST_QUESTIONS, open_episodes, open_prompts
+from rlctl.data.records import suffix_of
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError, listed
 from rlctl.jobs.generate import CompletionJob, completion_job, of_run, started_engines, with_room
@@ -237,7 +238,7 @@ def refuse_idle_reward(rewards: Sequence[str], names: Sequence[str]) -> None:
     if rewards and names and all(_brings_scorer(name) for name in names) and set(rewards) != {"task"}:
         raise InputError(
             f"--reward {rewards[0]} has no effect on --task {names[0]}, which has its own scorer.",
-            "Leave it out, or put the questions into a .jsonl file.",
+            "Leave it out, or put the questions into a data file.",
         )
 
 
@@ -251,12 +252,12 @@ def _makes_rows(name: str) -> bool:
 
 def _require_source(name: str) -> None:
     """Raise InputError for a name that is neither a file nor could be one of the hub's."""
-    if "/" in name or Path(name).suffix.lower() in FILE_SUFFIXES or Path(name).exists():
+    if "/" in name or suffix_of(Path(name)) or Path(name).exists():
         return
     raise InputError(
         f"--task {name}: there is no such task.",
         near_benchmark(name)
-        or f"Tasks are reasoning-gym:TASK, {DRAWN_SHAPES}, {', '.join(BENCHMARKS)}, a .jsonl or .parquet file, or "
+        or f"Tasks are reasoning-gym:TASK, {DRAWN_SHAPES}, {', '.join(BENCHMARKS)}, a JSON, CSV or Parquet file, or "
         "OWNER/DATASET of the hub.",
     )
 

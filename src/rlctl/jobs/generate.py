@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from rlctl.data.image_rows import shown_prompt, with_images
 from rlctl.data.image_sources import IMAGES
 from rlctl.data.prompt_records import checked_prompt, prompt_field_in, row_from_record
 from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.records import is_file_name, read_records, suffix_of
 from rlctl.errors import InputError
 from rlctl.jobs.backend_arguments import BackendArguments
 from rlctl.jobs.open_model import NamedModel, open_model
@@ -157,11 +157,11 @@ def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved
 def read_prompts(
     texts: Sequence[str], file: str | None, data: DataConfig, images: Sequence[str] = ()
 ) -> list[PromptRow]:
-    """Return the prompts of `--prompt`, each with the `images`, and of `--prompts-file`: a .jsonl file with
+    """Return the prompts of `--prompt`, each with the `images`, and of `--prompts-file`: a data file with
     `data.prompt_field`, or a text with one prompt a line in a file or (`-`) on stdin. Raises InputError naming the
     flag, the file and the line."""
     if images and not texts:
-        raise InputError("--image applies to --prompt.", 'Give --prompt TEXT; a .jsonl file has a field "image".')
+        raise InputError("--image applies to --prompt.", 'Give --prompt TEXT; a data file has a field "image".')
     found = [
         with_images(
             PromptRow(i, f"--prompt number {i + 1}", text, None),
@@ -182,14 +182,14 @@ def read_prompts(
 
 
 def _file_prompts(path: Path, data: DataConfig) -> Iterator[PromptRow]:
+    if suffix_of(path) and is_file_name(str(path)):
+        for where, record in read_records(path):
+            yield _row(record, where, data.model_copy(update={"name": str(path)}))
+        return
     text = _stdin() if str(path) == "-" else read_text(path, "--prompts-file")
     for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may be in a prompt
         where = f"{'stdin' if str(path) == '-' else path.name}, line {number}"
-        if not line.strip():
-            continue
-        if path.suffix == ".jsonl":
-            yield _json_row(line, where, data.model_copy(update={"name": str(path)}))
-        else:
+        if line.strip():
             yield PromptRow(0, where, checked_prompt(line, "prompt", where), None)
 
 
@@ -202,20 +202,15 @@ def _stdin() -> str:
         raise InputError(f"--prompts-file -: stdin is not UTF-8 text: {error}.") from error
 
 
-def _json_row(line: str, where: str, data: DataConfig) -> PromptRow:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"--prompts-file: {where} is not JSON: {error}.") from error
-    if not isinstance(row, dict) or prompt_field_in(row, data.prompt_field) not in row:
-        have = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+def _row(record: Mapping[str, Any], where: str, data: DataConfig) -> PromptRow:
+    if prompt_field_in(record, data.prompt_field) not in record:
         raise InputError(
-            f"--prompts-file: {where} has no field `{data.prompt_field}` (it has: {have}).",
+            f"--prompts-file: {where} has no field `{data.prompt_field}` (it has: {', '.join(record)}).",
             "Name it with --set data.prompt_field.",
         )
     own = {"name", "prompt_field", "image_folder", "image_pixels", "image_bytes"}
     read = DataConfig.model_validate(data.model_dump(include=own))
-    made = row_from_record(row, 0, f"--prompts-file: {where}", read)
+    made = row_from_record(record, 0, f"--prompts-file: {where}", read)
     return replace(made, where=where, answer=None)
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.data.prompt_records import USUAL_NAMES, prompt_field_in
-from rlctl.data.prompts import FILE_SUFFIXES, columns_of, open_prompts
+from rlctl.data.prompt_rows import GYM_PREFIX
+from rlctl.data.prompts import open_prompts
+from rlctl.data.records import columns_of, is_file_name
 from rlctl.data.templates import ANSWER, PROMPT
 from rlctl.errors import InputError
 from rlctl.methods.configuration import resolve
@@ -86,16 +88,16 @@ class NewRun:
         if self.reward is not None:
             path, _, function = self.reward.rpartition(":")
             return f"{Path(path).resolve()}:{function}" if Path(path).is_file() else self.reward
-        return "task" if (self.data or "").startswith("reasoning-gym:") else OWN_REWARD
+        return "task" if (self.data or "").startswith(GYM_PREFIX) else OWN_REWARD
 
     def _fields(self) -> tuple[str, str] | None:
         """Return the columns of prompt and answer; None for data that is no file. Raises InputError for a file without
         a prompt column."""
         if self.data is None:
             return "question", "answer"
-        if Path(self.data).suffix.lower() not in FILE_SUFFIXES:
+        if self.data.startswith(GYM_PREFIX) or not is_file_name(self.data):
             return None
-        columns = columns_of(Path(self.data)) if Path(self.data).is_file() else []
+        columns = columns_of(Path(self.data))
         usual = prompt_field_in(columns, PROMPT)
         prompt = self.prompt_field or _first((usual, *USUAL_NAMES["--prompt-field"]), columns) or PROMPT
         answer = self.answer_field or _first((ANSWER, *USUAL_NAMES["--answer-field"]), columns) or ANSWER

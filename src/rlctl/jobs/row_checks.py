@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 
-from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.prompt_rows import PromptRow, answer_text
 from rlctl.errors import InputError
 from rlctl.jobs.prepare import Job
 from rlctl.methods.available import method_from_config
@@ -102,7 +102,7 @@ def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str)
             notices += _of_rewards(job.rewards.of(source.label), rows, samples, source.label)
         texts = [sample.get("rendered", "") for sample in samples]
         texts += [said.text for sample in samples for said in conversation(sample)]
-        texts += [str(row.answer) for row in rows]
+        texts += [answer_text(row.answer) for row in rows]
         notices += [
             f"The stop text {stop!r} (generation.stop) is in no prompt, answer or completion that was looked at."
             for stop in rollouts.generation.stop

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 GOOD, BAD = "good", "bad"
 LABEL = "label"
 """Field that says whether a completion is good."""
+TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""Values of that field, also as texts of a CSV file."""
 
 
 class LabelRows(RowType):
@@ -50,9 +52,10 @@ class LabelRows(RowType):
     def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
         if LABEL not in record:
             raise without_field(LABEL, "", record, where)
-        if record[LABEL] not in (True, False):
+        good = TRUTH.get(str(record[LABEL]).lower())
+        if good is None:
             raise InputError(f"{where}: the field {LABEL!r} is neither true nor false.", "It says whether it is good.")
-        row = text_from_record(record, index, where, data)
+        row = text_from_record({**record, LABEL: good}, index, where, data)
         if len(row.answer) != 1:
             hint = "Give `prompt` and `completion`."
             raise InputError(f"{where}: a text without a prompt has no label to learn.", hint)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
-from rlctl.data.prompt_rows import GymTask, PromptRow
+from rlctl.data.prompt_rows import GymTask, PromptRow, answer_text
 from rlctl.errors import InputError, MachineError, RlctlError
 from rlctl.isolation.user_function import user_scorer
 from rlctl.rewards.extraction import (
@@ -77,7 +77,7 @@ class TaskScorer:
         if answer is None:
             return 0.0
         entry = {"question": row.prompt, "answer": row.answer, **row.fields}
-        score, reference = float(self._dataset.score_answer(answer=answer, entry=entry)), str(row.answer)
+        score, reference = float(self._dataset.score_answer(answer=answer, entry=entry)), answer_text(row.answer)
         # Many tasks give len(reference) / len(answer) to any answer with the reference in it. For texts that is a hint;
         # between numbers it is chance, and makes 13 half right where 3 is asked.
         partly = self._extraction == "last-number" and score not in (0.0, 1.0) and reference in answer
@@ -95,10 +95,10 @@ class ExactMatch:
         answer = extract(completion, self._extraction, opened=self._opened)
         if answer is None:
             return 0.0
-        reference, number = as_number(row.answer), as_number(answer)
+        reference, number = as_number(row.reference), as_number(answer)
         if reference is not None and number is not None:
             return float(reference == number)
-        return float(answer.split() == str(row.answer).split())
+        return float(answer.split() == row.reference.split())
 
 
 class MathVerify:
@@ -118,7 +118,7 @@ class MathVerify:
         self._reference = functools.lru_cache(maxsize=4096)(self._parsed_reference)
 
     def __call__(self, completion: str, row: PromptRow) -> float:
-        reference = str(row.answer)
+        reference = row.reference
         marked, text = self._answer(completion)
         if not text:
             return 0.0
@@ -171,7 +171,7 @@ class DapoMath:
     """1 if the last `Answer: ...` equals the reference in the same normalized spelling."""
 
     def __call__(self, completion: str, row: PromptRow) -> float:
-        return float(answers_alike(completion, str(row.answer)))
+        return float(answers_alike(completion, row.reference))
 
 
 class Tagged:
@@ -184,7 +184,7 @@ class Tagged:
     def __call__(self, completion: str, row: PromptRow) -> float:
         answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
         if self._what == "answer":
-            return float(answer == str(row.answer))
+            return float(answer == row.reference)
         if self._what == "integer":
             return float(answer.isdigit())
         once = completion.count("<answer>") == completion.count("</answer>") == 1
@@ -300,7 +300,7 @@ class RewardPlan:
 
     def reference(self, answer: Any) -> str:
         how = self.accuracy_by if self.accuracy_by in BY_THEMSELVES else self.extraction
-        return written_as(str(answer), how, opened=self.opened)
+        return written_as(answer_text(answer), how, opened=self.opened)
 
     def build(self) -> list[Scorer | BatchScorer]:
         """Return the scorers in the order of `scorers`, importing their libraries."""

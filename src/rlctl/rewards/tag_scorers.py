@@ -39,7 +39,7 @@ class ExactAlnum:
 
     def __call__(self, completion: str, row: PromptRow) -> float:
         answer = tagged(completion, self._tag)
-        return float(answer is not None and _alnum(answer) == _alnum(str(row.answer)))
+        return float(answer is not None and _alnum(answer) == _alnum(row.reference))
 
 
 class MathExpr:
@@ -50,7 +50,7 @@ class MathExpr:
 
     def __call__(self, completion: str, row: PromptRow) -> float:
         answer = tagged(completion, self._tag)
-        return 0.0 if answer is None else self._same(str(row.answer), answer)
+        return 0.0 if answer is None else self._same(row.reference, answer)
 
 
 class BoxGiou:
@@ -62,7 +62,7 @@ class BoxGiou:
         self._threshold, self._tag = giou_penalty_thres, answer_tag
 
     def __call__(self, completion: str, row: PromptRow) -> float:
-        ours, theirs = _box(tagged(completion, self._tag) or ""), _box(str(row.answer))
+        ours, theirs = _box(tagged(completion, self._tag) or ""), _box(row.reference)
         if ours is None or theirs is None:
             return 0.0
         inner = [pick(pair) for pick, pair in zip((max, max, min, min), zip(ours, theirs, strict=True), strict=True)]
@@ -83,7 +83,7 @@ class Geo3k:
 
     def __call__(self, completion: str, row: PromptRow) -> float:
         answer = _last_box(completion)
-        right = 0.0 if answer is None else self._same(str(row.answer), answer)
+        right = 0.0 if answer is None else self._same(row.reference, answer)
         return (1 - self._share) * right + self._share * (_REASONED.search(completion) is not None)
 
 

@@ -25,6 +25,7 @@ from rlctl.data.texts import (
     REFERENCE_FIELDS,
     TrainedText,
     is_number,
+    number_in,
     whole_text,
 )
 from rlctl.errors import ConfigError, InputError
@@ -135,7 +136,8 @@ class TextStream(PromptStream):
                 )
 
     def _numbers(self, row: PromptRow) -> dict[str, Any]:
-        return {name: row.fields[name] for name in self.rows.numbers if row.fields.get(name) is not None}
+        held = {name: number_in(row.fields.get(name)) for name in self.rows.numbers}
+        return {name: value for name, value in held.items() if value is not None}
 
     def further_columns(self, row: PromptRow, texts: Sequence[TrainedText]) -> dict[str, np.ndarray]:
         """Return the columns [T] of a row's texts that a loss needs besides. Raises InputError for a wrong number."""
@@ -159,7 +161,7 @@ class TextStream(PromptStream):
 
     def brings_reference(self, row: PromptRow) -> bool:
         """Return whether a row has reference log-probs. Raises InputError unless they are two finite numbers."""
-        values = [row.fields.get(name) for name in REFERENCE_FIELDS]
+        values = [number_in(row.fields.get(name)) for name in REFERENCE_FIELDS]
         if values == [None, None]:
             return False
         for name, value in zip(REFERENCE_FIELDS, values, strict=True):
@@ -173,8 +175,10 @@ class TextStream(PromptStream):
 
     def _reference_column(self, row: PromptRow, texts: Sequence[TrainedText]) -> np.ndarray:
         assert self.reference is not None
-        given = self.brings_reference(row)
-        logps = [row.fields[name] for name in REFERENCE_FIELDS] if given else self.reference[reference_key(row)]
+        if self.brings_reference(row):
+            logps = [number_in(row.fields[name]) for name in REFERENCE_FIELDS]
+        else:
+            logps = self.reference[reference_key(row)]
         shares = (
             np.full(len(text.tokens_T), logp / text.mask_T.sum()) for text, logp in zip(texts, logps, strict=True)
         )

@@ -73,8 +73,8 @@ class DataConfig(Section):
     """The prompts or texts: their source, and their form for the model."""
 
     name: PathText | None = None
-    """`reasoning-gym:<task>`, `drawn-shapes` (pictures with questions), a .jsonl or .parquet file, or a Hugging Face
-    dataset name."""
+    """`reasoning-gym:<task>`, `drawn-shapes` (pictures with questions), a JSON, CSV or Parquet file, a folder of them,
+    or a Hugging Face dataset name."""
     sources: tuple[DataSource, ...] = ()
     """Several sources, replacing `data.name`; each has `name`, `weight`, and optionally keys of `data` and a
     `reward`."""
@@ -88,7 +88,7 @@ class DataConfig(Section):
     params: dict[str, Any] = {}
     """Parameters of a reasoning-gym task, for example `max_terms: 2`."""
     split: str = "train"
-    """Split of a Hugging Face dataset."""
+    """Split of a folder or a Hugging Face dataset."""
     prompt_field: str = "prompt"
     """Field that holds the prompt: a text, or a list of chat messages."""
     answer_field: str = "answer"
@@ -173,7 +173,7 @@ class ValidationData(Section):
     params: dict[str, Any] = {}
     """Parameters of a reasoning-gym task."""
     split: str | None = None
-    """Split of a Hugging Face dataset."""
+    """Split of a folder or a Hugging Face dataset."""
     prompt_field: str | None = None
     """Field that holds the prompt."""
     answer_field: str | None = None

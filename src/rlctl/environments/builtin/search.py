@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlctl.config.files import user_path
+from rlctl.data.prompt_rows import answer_text
 from rlctl.environments.interface import Message, Step
 from rlctl.errors import InputError
 from rlctl.rewards.extraction import as_number, extract
@@ -49,7 +50,7 @@ class Search:
             raise InputError(
                 "Environment 'search': a row needs a prompt and an answer.", "Name rows that have them with --data."
             )
-        self.answer = str(row["answer"])
+        self.answer = answer_text(row["answer"])
 
     def search(self, query: str, k: int = 3) -> str:
         """Search the collection, and return the passages that fit best.

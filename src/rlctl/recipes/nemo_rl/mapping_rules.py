@@ -267,7 +267,7 @@ def data_files(found: Found) -> tuple[str, None, None, None] | None:
     path, subset = str(found.get("data_files", *DATA)), found.get("subset", *DATA)
     if files := re.fullmatch(r"hf://datasets/([^/]+/[^/]+)/([^/*]+)/[^/]*", path):
         return f"{files[1]}:{files[2]}", None, None, None
-    if path.endswith((".jsonl", ".parquet")) and "*" not in path and "://" not in path:
+    if path.endswith((".jsonl", ".json", ".csv", ".parquet")) and "*" not in path and "://" not in path:
         return path, None, None, None
     return None if re.search(r"[*]|://|\.\w+$", path) else (f"{path}:{subset}" if subset else path, None, None, None)
 

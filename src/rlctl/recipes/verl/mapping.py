@@ -429,7 +429,7 @@ SHARED_DATA: dict[str, Rule] = {
     **each(
         "data",
         "custom_cls.* sampler.* datagen.*",
-        only(None, why="rlctl reads rows itself: write them to a .jsonl or .parquet file", settled_by="data.name"),
+        only(None, why="rlctl reads rows itself: write them to a data file", settled_by="data.name"),
     ),
     **each("data", "image_key video_key image_patch_size", without("the fields of images have these names")),
     **each("data", "validation_shuffle seed use_shm cache_dir", without("the driver reads rows; run.seed orders them")),
