@@ -140,6 +140,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Asynch
         trains_on: Callable[[RolloutGroup], bool] = lambda group: True,
         sections: dict[str, Any] | None = None,
         fails: Callable[[int], bool] = lambda position: False,
+        compares: bool = False,
         **rollouts: Any,
     ) -> tuple[AsynchronousSource, Engines, Sync]:
         told: list[str] = []
@@ -147,12 +148,13 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Asynch
             "batch": {"prompts": 2, "generations": 2}, "run": {"seed": 5, "steps": steps},
             "refit": {"in_flight": in_flight}, "rollouts": {"mode": "async", **rollouts}, **(sections or {}),
         })  # fmt: skip
-        engines, workers = Engines(), Scorers(Scorer(fails))  # type: ignore[arg-type]
+        engines, scorer = Engines(), Scorer(fails)
+        workers = Scorers(scorer, compares=compares)  # type: ignore[arg-type]
         sync = Sync(engines, takes_turns=turns)
         source: Any = AsynchronousSource(
             config, Prompts(), engines, workers, sync, StepTimer(), trains_on, told.append  # type: ignore[arg-type]
         )  # fmt: skip
-        source.told = told
+        source.told, source.calls = told, scorer.calls
         made.append(source)
         return source, engines, sync
 
@@ -347,6 +349,44 @@ def test_a_group_does_not_wait_until_all_that_were_sampled_are_scored(
     free.release(6)
 
 
+@pytest.mark.parametrize("in_flight", ["keep", "wait"])
+@pytest.mark.parametrize("order", ["position", "arrival"])
+def test_a_function_of_completions_is_called_once_for_each_batch(make: Any, in_flight: str, order: str) -> None:
+    """The synchronous source calls it with the prompts of each step in order."""
+    source, engines, _ = make(in_flight, max_staleness=3, order=order, steps=6, compares=True)
+    engines.all_allowed = False
+    thread, found = later(source, 0)
+    wait(lambda: len(engines.begun) == 8)
+    engines.allow(3, 5, 0)
+    time.sleep(0.05)
+    assert source.calls == []  # of no batch are both groups sampled
+    engines.all_allowed = True
+    thread.join(30)
+    assert len(positions(found[0])) == 2
+    for version in range(1, 6):
+        source.next(version)
+    assert sorted(source.calls) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+def test_a_function_of_completions_gets_the_replacements_of_a_round(make: Any) -> None:
+    def trains_on(group: RolloutGroup) -> bool:
+        return group.position not in (0, 1, 3)
+
+    sections = {"filter": {"groups": "replace", "max_rounds": 4}}
+    source, _, _ = make("wait", steps=1, max_staleness=0, trains_on=trains_on, sections=sections, compares=True)
+    assert sorted(positions(source.next(0))) == [0, 1, 2, 3, 4]
+    assert source.calls == [[0, 1], [2, 3], [4]]
+
+
+def test_a_function_of_completions_waits_for_a_lost_engine(make: Any) -> None:
+    source, engines, _ = make("wait", max_staleness=1, steps=3, compares=True)
+    engines.dead.add("a")
+    assert positions(source.next(0)) == [0, 1]
+    source.state()
+    assert [positions(source.next(version)) for version in (1, 2)] == [[2, 3], [4, 5]]
+    assert sorted(source.calls) == [[0, 1], [2, 3], [4, 5]]
+
+
 @pytest.mark.parametrize("order", ["position", "arrival"])
 @pytest.mark.parametrize("in_flight", ["wait", "keep"])
 def test_however_often_a_run_is_cut_off_each_position_is_trained_once(
@@ -505,12 +545,12 @@ def test_nobody_waits_for_rollouts_whose_producer_is_gone(
 
 
 def test_what_the_driver_holds_does_not_grow_with_the_run(make: Any) -> None:
-    source, engines, _ = make(order="arrival", max_staleness=2, steps=200)
+    source, engines, _ = make(order="arrival", max_staleness=2, steps=200, compares=True)
 
     def held() -> int:
         ledger = source._ledger
         parts = [source._admitted, source._calls, source._held, source._sampled, source._finished, source._unfit]
-        parts += [source._lost, ledger.finished, ledger.under_way, ledger._handed_over, ledger._again]
+        parts += [source._lost, source._together, ledger.finished, ledger.under_way, ledger._handed_over, ledger._again]
         return sum(map(len, [*parts, *source._asked.values()]))
 
     most, sizes = 0, []
@@ -518,6 +558,7 @@ def test_what_the_driver_holds_does_not_grow_with_the_run(make: Any) -> None:
     for version in range(150):
         source.next(version)
         engines.begun.clear()
+        source.calls.clear()
         with source._changed:
             most = max(most, held())
         if version in (49, 149):

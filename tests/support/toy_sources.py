@@ -49,12 +49,16 @@ class Scorer:
 
     def __init__(self, fails: Callable[[int], bool] = lambda position: False) -> None:
         self._fails = fails
+        self.calls: list[list[int]] = []
+        """The numbers of the questions of each call."""
 
     def within(self, timeout_s: float) -> Scorer:
         return self
 
     def call(self, method: object, requests: Sequence[ScoreRequest], _: object) -> list[list[GroupScores]]:
-        return [[self._scores(int(str(request.row.prompt).split()[-1])) for request in requests]]
+        numbers = [int(str(request.row.prompt).split()[-1]) for request in requests]
+        self.calls.append(numbers)
+        return [[self._scores(number) for number in numbers]]
 
     def _scores(self, position: int) -> GroupScores:
         if self._fails(position):

@@ -441,7 +441,9 @@ def _sample(one: Encoded, job: Evaluation, file: SampleFile, tell: Tell, progres
                     time = one.job.config.model.chat_template_time
                     rewards = replace(task.rewards, opened=one.opens_thought(task), time=time)
                     scorer = stack.enter_context(contextlib.closing(RewardWorker(rewards, fetch)))
-                for part in _calls(missing[task.label], max(FEWEST_A_CALL, CALLS_AHEAD * at_once)):
+                whole = task.rewards is not None and task.rewards.compares
+                size = len(missing[task.label]) if whole else max(FEWEST_A_CALL, CALLS_AHEAD * at_once)
+                for part in _calls(missing[task.label], size):
                     file.add(_scored(one, task, part, engines, scorer))
                     progress.advance(f"{one.candidate.label}, {task.label}", sum(map(len, part.values())))
 

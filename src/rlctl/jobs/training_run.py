@@ -312,7 +312,7 @@ def _rollouts(
 
 def _scorers(job: Job, workers: WorkerGroup[RewardWorker] | None, policy: PolicyClient) -> Scorers | None:
     model = None if job.config.named_teacher else policy.teacher
-    return Scorers(workers, model) if workers is not None else None
+    return None if workers is None else Scorers(workers, model, job.rewards is not None and job.rewards.compares)
 
 
 def _keep_memory(run: RunDirectory, workers: RunWorkers, display: Display) -> None:

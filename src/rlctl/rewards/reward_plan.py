@@ -183,7 +183,7 @@ def tried(plan: RewardPlan, source: PromptSource, completion: str | None = None)
     own = plan.reference(row.answer if row.answer is not None else "")
     texts = [text for text in (own, completion) if text is not None]
     work = [Work(number, text, row) for text in texts for number in range(len(plan.scorers))]
-    with _scoring(plan) as score:
+    with _scoring(plan) as (score, process):
         scores = score(work, "stop")
         trials = []
         for number, text in enumerate(texts):
@@ -192,15 +192,16 @@ def tried(plan: RewardPlan, source: PromptSource, completion: str | None = None)
             applying = [term.weight * value for term in plan.terms if (value := values[term.name]) is not None]
             trials.append(Trial(row.where, text, values, sum(applying) if applying else None))
         notes = [*_notes_of_references(plan, source, score), *_notes_of_functions(plan, source, score)]
-    return replace(plan, trials=tuple(trials), notes=tuple(notes))
+        compares = process is not None and process.compares
+    return replace(plan, trials=tuple(trials), notes=tuple(notes), compares=compares)
 
 
 Scoring = Callable[[list[Work], OnError], list[Score]]
 
 
 @contextlib.contextmanager
-def _scoring(plan: RewardPlan) -> Iterator[Scoring]:
-    """Give the block a function that scores, in this process where the scorers run no code of others."""
+def _scoring(plan: RewardPlan) -> Iterator[tuple[Scoring, ScoringProcess | None]]:
+    """Give the block a function that scores, and its process; None where the scorers run no code of others."""
     if QUICK.issuperset(plan.scorers):
         scorers = plan.build()
 
@@ -213,7 +214,7 @@ def _scoring(plan: RewardPlan) -> Iterator[Scoring]:
                 scores.append(outcome)
             return scores
 
-        yield score_here
+        yield score_here, None
         return
     with contextlib.closing(ScoringProcess(plan)) as process:
 
@@ -221,7 +222,7 @@ def _scoring(plan: RewardPlan) -> Iterator[Scoring]:
             process.plan = replace(plan, on_error=on_error)
             return process.score(work)
 
-        yield score
+        yield score, process
 
 
 def _notes_of_references(plan: RewardPlan, source: PromptSource, score: Scoring) -> Iterator[str]:

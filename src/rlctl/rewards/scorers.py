@@ -258,6 +258,8 @@ class RewardPlan:
     """Whether prompts open a thought, so answers follow its end."""
     time: str | None = None
     """`model.chat_template_time`, which the chat template of a reward model writes too."""
+    compares: bool = False
+    """Whether a function takes `completions`, so that its scores depend on what it is called with."""
 
     @property
     def scorers(self) -> tuple[str, ...]:
@@ -343,6 +345,10 @@ class MixedRewards:
     @property
     def scorers(self) -> tuple[str, ...]:
         return tuple(name for plan in self.plans.values() for name in plan.scorers)
+
+    @property
+    def compares(self) -> bool:
+        return any(plan.compares for plan in self.plans.values())
 
     def of(self, source: str) -> RewardPlan:
         return self.plans[source]

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
 from rlctl.isolation.child_process import ChildProcess, begun
-from rlctl.isolation.user_function import NoListError
+from rlctl.isolation.user_function import NoListError, UserBatchScorer
 from rlctl.rewards.scorers import BUILT_IN, CALL_SHARE, BatchScorer, RewardPlan, Scorer
 
 QUICK_S, SLOW_S = 0.5, 5.0
@@ -85,6 +85,8 @@ class Lane:
         """Seconds of starts, which do not count for a step."""
         self.together: frozenset[int] = frozenset()
         """Scorers that take all completions in one call."""
+        self.compares = False
+        """Whether one of them may compare the completions."""
 
     def start(self) -> Connection:
         """Return the connection to the child, started if needed. Raises errors of building its scorers."""
@@ -92,7 +94,7 @@ class Lane:
             return self._child.connection
         begun_at = time.monotonic()
         connection = self._child.start(self._plan)
-        places = connection.recv()
+        places, self.compares = connection.recv()
         self.together = frozenset(number for number, place in self._numbers.items() if place in places)
         self.starting_s += time.monotonic() - begun_at
         return connection
@@ -129,6 +131,11 @@ class ScoringProcess:
         self._built_in = [Lane(plan, built_in) for _ in range(most)]
         self._own = Lane(plan, own) if own else None
         self._lock = threading.Lock()
+
+    @property
+    def compares(self) -> bool:
+        """Whether a function takes `completions`; known once it has started."""
+        return self._own is not None and self._own.compares
 
     @property
     def lanes(self) -> list[Lane]:
@@ -286,9 +293,10 @@ def at_once(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def main() -> None:
-    """Answer the plan with None and batch scorers, work with Outcomes, and user errors with RlctlErrors."""
+    """Answer the plan with None, batch scorers and whether one compares, work with Outcomes, and user errors with RlctlErrors."""
     connection, plan, scorers = begun(RewardPlan.build)
-    connection.send([number for number, scorer in enumerate(scorers) if isinstance(scorer, BatchScorer)])
+    together = [number for number, scorer in enumerate(scorers) if isinstance(scorer, BatchScorer)]
+    connection.send((together, any(isinstance(scorer, UserBatchScorer) for scorer in scorers)))
     process = os.getpid()
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has what it wanted, and is gone
         while True:

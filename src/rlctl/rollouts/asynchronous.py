@@ -13,6 +13,8 @@ groups continue under the new weights. Pass-rate orders use returned batches, no
 On shared devices, engines sample while the loop waits for a batch and then give the devices back; rollouts in flight
 pause (`keep`) or finish first (`wait`), and scoring continues.
 
+Functions that take `completions` get the groups that begin together, at most a batch, in one call.
+
 Two threads work besides the loop: one collects finished groups, the other has them scored.
 """
 
@@ -79,6 +81,8 @@ class AsynchronousSource:
         """Engine -> the groups that it samples, by position."""
         self._calls: list[PendingGroups] = []
         """Calls that wait for a group of an engine."""
+        self._together: dict[int, frozenset[int]] = {}
+        """Position -> positions that a function of `completions` scores in one call."""
         self._held: list[GroupResult] = []
         """Groups that are sampled, and that others which the scorer gets with them are not."""
         self._sampled: list[GroupResult] = []
@@ -142,7 +146,7 @@ class AsynchronousSource:
         if self._waits:
             # Nothing is sampled between two steps. Leave nothing unscored either: a resumed run then has the same
             # rollouts as this one.
-            self._wait(lambda: not self._sampled or None, "the checkpoint")
+            self._wait(lambda: not self._to_score() or None, "the checkpoint")
         with self._changed:
             admitted = {str(position): self._admitted[position] for position in self._finished}
             return {**self._groups.state(self._ledger), "admitted": admitted, "batches": self._batches}
@@ -178,6 +182,10 @@ class AsynchronousSource:
         with self._changed:
             positions = self._ledger.take(self._room())
             self._admitted.update(dict.fromkeys(positions, version))
+            size = self._config.batch.prompts
+            for first in range(0, len(positions), size) if self._groups.compares else ():
+                part = frozenset(positions[first : first + size])
+                self._together.update(dict.fromkeys(part, part))
         self._begin([self._groups.request(position, self._groups.row_at(position)) for position in positions])
 
     def _may_admit(self) -> bool:
@@ -372,18 +380,27 @@ class AsynchronousSource:
                 self._lost.append((pending.engine, failure))
             self._hand_to_scorer()
 
+    def _to_score(self) -> list[GroupResult]:
+        """Return what the scorer gets next: the oldest, and few at a time, because a group is finished when all that it
+        was scored with are; or the first groups that are to be scored together, once all of them are sampled."""
+        waiting = sorted(self._sampled, key=lambda result: result.group)
+        if not self._groups.compares:
+            return waiting[: -(-len(waiting) // SCORED_IN)]
+        whole = (together for one in waiting if (together := self._together[one.group]) <= {r.group for r in waiting})
+        chosen = next(whole, frozenset())
+        return [one for one in waiting if one.group in chosen]
+
     def _score(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._sampled or self._closed)
-            # The oldest first, and few at a time: a group is finished when all that it was scored with are.
-            waiting = sorted(self._sampled, key=lambda result: result.group)
-            results = waiting[: -(-len(waiting) // SCORED_IN)]
+            self._changed.wait_for(lambda: self._to_score() or self._closed)
+            results = self._to_score()
         if self._closed:
             return
         rows = {result.group: self._groups.row_at(result.group) for result in results}
         groups, failures = self._groups.scored(results, rows)
         with self._changed:
             self._sampled = [one for one in self._sampled if one.group not in rows]
+            self._together = {group: part for group, part in self._together.items() if group not in rows}
             self._failures += failures
             self._finished.update({group.position: group for group in groups})
             self._unfit.update(group.position for group in groups if not self._fills(group))

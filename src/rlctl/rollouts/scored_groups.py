@@ -47,6 +47,8 @@ class Scorers:
     workers: WorkerGroup[RewardWorker]
     model: Teacher | None = None
     """None without a reward model."""
+    compares: bool = False
+    """Whether a reward function takes `completions`."""
 
     def score(self, asked: Sequence[ScoreRequest], timeout_s: float) -> list[GroupScores]:
         """Return the scores of each group. Raises as `RewardWorker.score`."""
@@ -99,6 +101,10 @@ class GroupMaker:
     @property
     def scores(self) -> bool:
         return self._rewards is not None
+
+    @property
+    def compares(self) -> bool:
+        return self._rewards is not None and self._rewards.compares
 
     def row_at(self, position: int) -> PromptRow:
         return self._prompts.prompt_at(position)
