@@ -238,3 +238,18 @@ def test_what_is_wrong_with_an_environment_is_said_before_a_run(settings: dict[s
 
     with pytest.raises((InputError, EpisodeFailedError), match=message):
         begin()
+
+
+def test_a_tool_has_the_variables_of_the_shell_where_the_cluster_lacks_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tools.py").write_text(
+        'import os\ndef key() -> str:\n    """Return the key."""\n    return os.environ.get("JUDGE_KEY", "none")\n'
+    )
+    monkeypatch.setenv("JUDGE_KEY", "abc")
+    plan = plan_environment(EnvironmentConfig(tools=(f"{tmp_path / 'tools.py'}:key",)))
+    monkeypatch.delenv("JUDGE_KEY")
+    with closing(EnvironmentHost(replace(plan, schemas=plan.load().schemas()))) as host:
+        host.start()
+        _, reply, _ = asyncio.run(asked(host, *episode(CALL.format("key", "{}"))))
+    assert [one["content"] for one in reply.messages] == ["abc"]

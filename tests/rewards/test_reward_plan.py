@@ -470,3 +470,32 @@ def test_a_reward_model_of_the_hub_is_looked_for_when_a_run_starts(monkeypatch: 
     require_known(reward("model:org/reward"))
     with pytest.raises(InputError, match="no such directory"):
         require_known(reward("model:./nowhere"))
+
+
+def test_a_function_has_the_variables_of_the_shell_where_the_cluster_lacks_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that a running Ray cluster starts has the variables of `ray start`, which this test stands in for."""
+    monkeypatch.setenv("JUDGE_KEY", "abc")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
+    code = (
+        "import os\n"
+        "def score(completion, **row):\n"
+        "    return float((os.environ.get('JUDGE_KEY'), os.environ.get('SLURM_JOB_ID')) == ('abc', '7'))"
+    )
+    plan = prepare_rewards(reward(user_file(tmp_path, code)), source)
+    assert plan.trials[0].reward == 1.0
+    assert "JUDGE_KEY" not in repr(plan)
+    monkeypatch.delenv("JUDGE_KEY")
+    assert score(pickle.loads(pickle.dumps(plan)), source, "x").rewards == (1.0,)
+    monkeypatch.setenv("SLURM_JOB_ID", "8")  # of the job that the cluster runs in
+    assert score(plan, source, "x").rewards == (0.0,)
+
+
+def test_a_plan_knows_of_functions_that_compare_completions(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
+    alone = user_file(tmp_path, "async def score(completion, **row): return float(len(completion))", "alone.py")
+    together = user_file(tmp_path, "def score(completions, **columns): return [*map(len, completions)]", "together.py")
+    assert not prepare_rewards(reward(alone), source).compares
+    assert prepare_rewards(reward(alone, together), source).compares

@@ -25,6 +25,7 @@ from rlctl.environments.interface import Ask, Environment, Message, Step, is_cut
 from rlctl.environments.tool_results import Content, content_of, joined
 from rlctl.environments.tools import Call, read_calls, refusal, schema_of, typed
 from rlctl.errors import InputError, first_line, suggest
+from rlctl.isolation.child_process import shell_variables
 from rlctl.isolation.user_function import LARGEST_REWARD, UserCode, is_reference
 from rlctl.settings.rewards import EnvironmentConfig
 
@@ -50,6 +51,8 @@ class EnvironmentPlan:
     """The format in which the model writes calls."""
     tool_role: str = "user"
     """The role of the messages that hold results of tools."""
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Environment variables of the user's classes and functions."""
 
     @property
     def label(self) -> str:
@@ -358,4 +361,4 @@ def plan_environment(config: EnvironmentConfig) -> EnvironmentPlan:
         hint = suggest(name, known) or f"Environments are {', '.join(known)} and path/to/file.py:Class."
         raise InputError(f"Unknown environment {name!r} (--env).", hint)
     tools = tuple(UserCode.read(one, "Tool") for one in config.tools)
-    return EnvironmentPlan(name, dict(config.params), code, tools, config.memory_gib)
+    return EnvironmentPlan(name, dict(config.params), code, tools, config.memory_gib, variables=shell_variables())

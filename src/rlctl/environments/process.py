@@ -50,7 +50,7 @@ class EnvironmentHost:
 
     def start(self) -> None:
         """Start the process that the episodes are forked from. Raises what importing the environment raised."""
-        self._child.start(self.plan, ENVIRONMENT)
+        self._child.start(self.plan, {**self.plan.variables, **ENVIRONMENT})
 
     def begin(self) -> Session:
         ours, theirs = socket.socketpair()

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -20,6 +21,12 @@ T = TypeVar("T")
 START_TIMEOUT_S = 180.0
 """To import reasoning-gym or a user's file; seconds from a local disk."""
 CLOSE_TIMEOUT_S = 20.0
+OF_A_MACHINE = re.compile(
+    r"_|(?:OLD)?PWD|PATH|HOME|USER|LOGNAME|MAIL|SHELL|SHLVL|HOSTNAME|TE?MP|TMPDIR|VIRTUAL_ENV|DISPLAY|TERM|PYTHON\w*|"
+    r"(?:LD|CONDA|XDG|SSH|DBUS|SLURM|SBATCH|SRUN|PMIX?|PBS|LSB|OMPI|KUBERNETES|RAY|RLCTL|CUDA|NVIDIA|NCCL|GLOO|OMP|MKL|"
+    r"OPENBLAS|KMP|VLLM|TORCH|PYTORCH|TRITON|UCX|FI)_\w*"
+)
+"""Variables that describe a machine, a login or a job, or that rlctl sets for each process."""
 
 
 class ChildProcess:
@@ -32,7 +39,7 @@ class ChildProcess:
         self.connection: Connection | None = None
         """None: it does not run."""
 
-    def start(self, plan: object, environment: dict[str, str] | None = None) -> Connection:
+    def start(self, plan: object, environment: Mapping[str, str] | None = None) -> Connection:
         """Start it and wait until it can work. Raises what building the plan raised."""
         ours, theirs = Pipe()
         command = module_command(self._module, theirs.fileno())
@@ -78,6 +85,12 @@ class ChildProcess:
             self._process.kill()  # does nothing where it has ended
             self._process.wait()
         self.connection = self._process = None
+
+
+def shell_variables() -> dict[str, str]:
+    """Return this process's variables that user code gets on every machine of a run, such as keys and addresses. A
+    running Ray cluster starts processes with the variables of `ray start`."""
+    return {name: value for name, value in os.environ.items() if not OF_A_MACHINE.fullmatch(name)}
 
 
 def begun(build: Callable[[Any], T]) -> tuple[Connection, Any, T]:

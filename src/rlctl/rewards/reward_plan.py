@@ -15,6 +15,7 @@ from rlctl.config.plugins import plugin_names
 from rlctl.data.prompt_records import USUAL_NAMES
 from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.errors import InputError, RlctlError, suggest
+from rlctl.isolation.child_process import shell_variables
 from rlctl.isolation.user_function import is_reference, split_reference
 from rlctl.rewards.extraction import GENERATED_ROWS, SAMPLED_ROWS, choose_extraction
 from rlctl.rewards.reward_model_scorer import reward_model
@@ -45,8 +46,9 @@ def prepare_rewards(
     # What decides accuracy: the first term that compares with the reference answer, if there is one.
     accuracy = next((name for name in names if name in BUILT_IN and name not in OF_FORM), None)
     plan = RewardPlan(
-        terms, extraction, reason, source.task, accuracy, reward.timeout_s, (), (), reward.on_error, opened, time
-    )
+        terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error, opened=opened,
+        time=time, variables=shell_variables(),
+    )  # fmt: skip
     own = tuple(term for term in terms if not (apart and term.name.startswith(MODEL)))
     return replace(tried(replace(plan, terms=own), source, completion) if own else plan, terms=terms)
 

@@ -6,8 +6,8 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from rlctl.data.prompt_rows import GymTask, PromptRow, answer_text
@@ -260,6 +260,8 @@ class RewardPlan:
     """`model.chat_template_time`, which the chat template of a reward model writes too."""
     compares: bool = False
     """Whether a function takes `completions`, so that its scores depend on what it is called with."""
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Environment variables of the user's functions."""
 
     @property
     def scorers(self) -> tuple[str, ...]:

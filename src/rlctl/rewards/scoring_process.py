@@ -93,7 +93,7 @@ class Lane:
         if self._child.connection is not None:
             return self._child.connection
         begun_at = time.monotonic()
-        connection = self._child.start(self._plan)
+        connection = self._child.start(self._plan, self._plan.variables)
         places, self.compares = connection.recv()
         self.together = frozenset(number for number, place in self._numbers.items() if place in places)
         self.starting_s += time.monotonic() - begun_at
@@ -293,7 +293,8 @@ def at_once(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def main() -> None:
-    """Answer the plan with None, batch scorers and whether one compares, work with Outcomes, and user errors with RlctlErrors."""
+    """Answer the plan with None, the batch scorers, and whether one compares completions; work with Outcomes; and user
+    errors with RlctlErrors."""
     connection, plan, scorers = begun(RewardPlan.build)
     together = [number for number, scorer in enumerate(scorers) if isinstance(scorer, BatchScorer)]
     connection.send((together, any(isinstance(scorer, UserBatchScorer) for scorer in scorers)))
