@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.checkpoints.hf.hub import UNREACHED, hub_answers
 from rlctl.config.yaml_values import parse_value
 from rlctl.data.drawn_shapes import DRAWN_SHAPES, open_shapes
+from rlctl.data.gym_questions import contents_digest, questions_of
 from rlctl.data.image_rows import COLUMNS, holds_images
 from rlctl.data.prompt_records import MESSAGES
 from rlctl.data.prompt_rows import GYM_PREFIX, GymTask, PromptRow, PromptSource, instructions
@@ -204,7 +205,7 @@ def open_gym(name: str, data: DataConfig, seed: int, row_type: RowType = PROMPTS
             )
     defaults = {"seed": seed, "size": DEFAULT_SIZE if data.size is None else data.size}
     task = GymTask(task_name, {**defaults, **params})
-    dataset = build_task(task)
+    dataset = questions_of(task, build_task(task))
 
     def row(index: int) -> PromptRow:
         entry, where = dataset[index], f"{name}, question {index}"
@@ -213,6 +214,7 @@ def open_gym(name: str, data: DataConfig, seed: int, row_type: RowType = PROMPTS
 
     version = importlib.metadata.version("reasoning_gym")
     identity = {"source": f"{GYM_PREFIX}{task.name}", "params": task.params, "reasoning_gym": version}
+    identity["contents"] = contents_digest(dataset)
     return PromptSource(name, len(dataset), row, identity, instructions(data), task)
 
 

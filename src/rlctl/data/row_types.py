@@ -26,6 +26,8 @@ from rlctl.settings.data import DataConfig
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
+    from rlctl.data.gym_questions import GymQuestions
+
 LOOKED_AT = 100
 """Next questions among which there is to be one with another answer."""
 
@@ -51,7 +53,7 @@ class RowType(ABC):
         """Raise InputError where a table lacks a column."""
         return
 
-    def answer_of(self, dataset: ProceduralDataset, index: int, where: str) -> Any:
+    def answer_of(self, dataset: ProceduralDataset | GymQuestions, index: int, where: str) -> Any:
         """Return what stands for the answer of a reasoning-gym question."""
         return dataset[index]["answer"]
 
@@ -103,7 +105,7 @@ class PairRows(RowType):
     def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
         return pair_from_record(record, index, where, data)
 
-    def answer_of(self, dataset: ProceduralDataset, index: int, where: str) -> tuple[str, str]:
+    def answer_of(self, dataset: ProceduralDataset | GymQuestions, index: int, where: str) -> tuple[str, str]:
         """Return a question's answer as chosen, and the next different answer as rejected. Raises InputError if many
         are equal."""
         answer = str(dataset[index]["answer"])
