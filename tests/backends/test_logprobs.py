@@ -3,6 +3,11 @@ float64 and vLLM's sampler."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +90,9 @@ TRUNCATIONS = [
     Truncation(top_k=5),
     Truncation(min_p=0.2),
     Truncation(top_p=0.8, top_k=6, min_p=0.05),
+    Truncation(top_k=5, exact_top_k=True),
+    Truncation(top_k=9, min_p=0.2, exact_top_k=True),
+    Truncation(top_p=0.8, top_k=6, min_p=0.05, exact_top_k=True),
 ]
 
 
@@ -94,6 +102,9 @@ def sampled_logprobs(logits: torch.Tensor, truncation: Truncation) -> torch.Tens
 
     probs = logits.softmax(-1)
     logits = logits.masked_fill(probs < truncation.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    if truncation.exact_top_k:  # as vLLM's Triton kernel; which of equal tokens it keeps is open
+        dropped = logits.sort(dim=-1, descending=True, stable=True).indices[:, truncation.top_k :]
+        logits = logits.scatter(1, dropped, -torch.inf)
     rows = len(logits)
     k = torch.full((rows,), truncation.top_k) if truncation.top_k > 0 else None
     p = torch.full((rows,), truncation.top_p) if truncation.top_p < 1 else None
@@ -147,3 +158,70 @@ def test_equally_likely_tokens_at_the_boundary_count_as_in_vllm(
         table.clone(), torch.arange(40), targets, lambda rows: rows.clone(), ALONE, 1.0, 64, truncation=truncation
     )
     torch.testing.assert_close(out[0], wanted.gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=1e-6)
+
+
+KERNEL = """
+import ast, sys, torch, triton
+from pathlib import Path
+source = Path(sys.argv[1]).read_text()
+wanted = ("_update_min_larger_stats", "_topk_topp_kernel", "_PERCENTILE_TO_STD_TABLE", "_NORMAL_CDF_TO_SIGMA_TABLE")
+parts = ["import triton, triton.language as tl"]
+for node in ast.parse(source).body:
+    name = getattr(node, "name", None) or getattr(getattr(node, "targets", [None])[0], "id", None)
+    if name in wanted:
+        text = ast.get_source_segment(source, node)
+        parts.append("@triton.jit\\n" + text if isinstance(node, ast.FunctionDef) else text)
+# Triton's interpreter has rows as plain numbers.
+Path("kernel.py").write_text("\\n\\n".join(parts).replace("row_id.to(tl.int64)", "row_id"))
+sys.path.insert(0, "")
+import kernel
+logits, cases = torch.load("logits.pt"), torch.load("cases.pt")
+tables = torch.tensor(kernel._PERCENTILE_TO_STD_TABLE), torch.tensor(kernel._NORMAL_CDF_TO_SIGMA_TABLE)
+found = []
+for case, (top_k, top_p) in enumerate(cases):
+    rows, vocab = logits[case].shape
+    k, p = torch.full((rows,), top_k, dtype=torch.int32), torch.full((rows,), top_p)
+    masked = logits[case].clone()
+    kernel._topk_topp_kernel[(1,)](
+        masked, masked.stride(0), torch.empty(1, vocab), *tables, k, p, rows, VOCAB_SIZE=vocab, MASK_VALUE=-torch.inf,
+        BLOCK_SIZE=256, BLOCK_SIZE_TRUNC=256, TOPK_ENABLED=True, TOPP_ENABLED=top_p < 1, SPLIT_COVERS_PONLY=False)
+    found.append(masked)
+torch.save(torch.stack(found), "masked.pt")
+"""
+
+
+def test_top_k_counts_equal_tokens_as_vllm_does_on_gpus(tmp_path: Path) -> None:
+    """Its Triton kernel, under Triton's interpreter: bfloat16 logits whose k-th largest value occurs several times."""
+    pytest.importorskip("triton")
+    package = importlib.util.find_spec("vllm")
+    assert package is not None
+    assert package.submodule_search_locations
+    source = Path(package.submodule_search_locations[0]) / "v1/sample/ops/topk_topp_triton.py"
+    if "SPLIT_COVERS_PONLY" not in source.read_text():
+        pytest.skip("the kernel of vLLM before 0.32 has other arguments")
+    generator = torch.Generator().manual_seed(1)
+    truncations = [Truncation(1.0, 20, exact_top_k=True), Truncation(0.8, 20, exact_top_k=True),
+                   Truncation(0.9, 12, 0.15, exact_top_k=True)]  # fmt: skip
+    plain = 1.5 * torch.randn(3, 6, 512, generator=generator).bfloat16().float()
+    logits = plain.clone()
+    for case, one in enumerate(truncations):
+        probs = plain[case].softmax(-1)
+        logits[case][probs < one.min_p * probs.amax(-1, keepdim=True)] = -torch.inf
+    torch.save(logits, tmp_path / "logits.pt")
+    torch.save([(one.top_k, one.top_p) for one in truncations], tmp_path / "cases.pt")
+    command = [sys.executable, "-c", KERNEL, str(source)]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    masked = torch.load(tmp_path / "masked.pt")
+    assert (masked[0].isfinite().sum(-1) == 20).all()
+    tied = (plain[0] == plain[0].sort(-1).values[:, -20, None]).sum(-1)
+    assert (tied > 1).any()
+    for case, one in enumerate(truncations):
+        kept = masked[case].isfinite()
+        targets = masked[case].argmax(-1)
+        out = chunked_logprobs(
+            plain[case].clone(), torch.arange(6), targets, lambda rows: rows.clone(), ALONE, 1.0, 64, truncation=one
+        )
+        wanted = plain[case].double().masked_fill(~kept, -torch.inf).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(out[0].double(), wanted, rtol=1e-6, atol=1e-6)

@@ -127,6 +127,32 @@ def test_versions_of_transformer_engine_are_those_that_megatron_core_supports() 
     assert "transformer-engine" in next(conflicts)[0]
 
 
+def test_a_gpu_package_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an installation in which cuda-python 12.6 wrote over the files of cuda-bindings 13.5."""
+    (tmp_path / "cutlass").mkdir()
+    text = "raise AttributeError(\"module 'cuda.bindings.runtime' has no attribute 'cudaLibrary_t'\")"
+    (tmp_path / "cutlass" / "__init__.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    versions = {"nvidia-cutlass-dsl": "4.8.0", "cuda-python": "12.6.2.post1", "cuda-bindings": "13.5.0"}
+    found = software.check_gpu_packages(versions, software.why_not_imported)
+    expect(
+        found, "fail", "nvidia-cutlass-dsl 4.8.0", "`import cutlass`", "has no attribute 'cudaLibrary_t'",
+        "cuda-python 12.6.2.post1 overwrites files of cuda-bindings", "--reinstall cuda-bindings 'cuda-python>=12.8'",
+    )  # fmt: skip
+    (tmp_path / "cutlass" / "__init__.py").write_text("")
+    expect(software.check_gpu_packages(versions, software.why_not_imported), "ok", "nvidia-cutlass-dsl")
+    other = software.check_gpu_packages({"triton": "3.7.1", "cuda-python": "13.4.4"}, lambda module: "OSError: x")
+    expect(other, "fail", "triton 3.7.1 cannot be imported (`import triton`): OSError: x", "--reinstall")
+    assert "overwrites" not in other.detail
+    expect(software.check_gpu_packages({}, software.why_not_imported), "ok", "no packages for GPUs")
+
+
+def test_the_cuda_set_leaves_out_wheels_of_cuda_python_that_hold_files_of_cuda_bindings() -> None:
+    """cuda-python 12.6.2.post1 was the last one; tests/test_cuda_set.py resolves the set and compares all wheels."""
+    asked = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]["cuda"]
+    assert software.CUDA_PYTHON in asked
+
+
 def test_triton_has_what_it_builds_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def only(*names: str) -> Any:
         return {name: f"/usr/bin/{name}" for name in names}.get

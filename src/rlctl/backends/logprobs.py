@@ -283,8 +283,8 @@ SORTED_POSITIONS = 16
 def kept_tokens(exp_UV: Tensor, truncation: Truncation, group: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tokens that are sampled from, of a vocabulary split across `group`, as vLLM chooses them: where
     exp(logit / temperature - its maximum) = `exp_UV` is above `lowest_U`, and the share `share_U` of those where it is
-    equal; and the sum of `exp_UV` over them. vLLM keeps all tokens that are as likely as the last one of top-k, but of
-    those that are as likely as the last one of top-p only as many as are needed."""
+    equal; and the sum of `exp_UV` over them. Of the tokens that are as likely as the last one of top-p, vLLM keeps only
+    as many as are needed; of those as likely as the last one of top-k, all or as many (`Truncation.exact_top_k`)."""
     candidates = truncation.top_k + 1 if truncation.top_k > 0 else CANDIDATES
     kept, settled_U = _kept_among(exp_UV, truncation, group, candidates)
     unsettled = (~settled_U).nonzero()[:, 0]
@@ -309,6 +309,9 @@ def _kept_among(
         best_UK = _largest(exp_UV, candidates, group)
         if truncation.top_k > 0:
             lowest_U = torch.maximum(lowest_U, best_UK[:, truncation.top_k - 1])
+            if truncation.exact_top_k:
+                kept = _kept_of_few(exp_UV, best_UK[:, : truncation.top_k], lowest_U, truncation.top_p, group)
+                return kept, torch.ones_like(lowest_U, dtype=torch.bool)
     total_U = _sum_from(exp_UV, lowest_U, group)
     if best_UK is None or truncation.top_p == 1:
         return (lowest_U, share_U, total_U), torch.ones_like(lowest_U, dtype=torch.bool)
@@ -326,6 +329,22 @@ def _kept_among(
     # The last candidate is -1 where the vocabulary has no more. Where it is as likely as the last token, further ones
     # may be, too.
     return kept, (enough_U & (best_UK[:, -1] < last_U1[:, 0])) | (best_UK[:, -1] < 0)
+
+
+def _kept_of_few(
+    exp_UV: Tensor, best_UK: Tensor, lowest_U: Tensor, top_p: float, group: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `kept_tokens` does, of the tokens `best_UK` alone; `exp_UV` may have more that are as likely."""
+    sums_UK = torch.where(best_UK >= lowest_U[:, None], best_UK, 0.0).double().cumsum(1)
+    place_U1 = (sums_UK >= top_p * sums_UK[:, -1:]).int().argmax(1, keepdim=True)
+    last_U1 = best_UK.gather(1, place_U1)
+    needed_U = place_U1[:, 0] + 1 - (best_UK > last_U1).sum(1)
+    equal_U, step = torch.empty_like(lowest_U), _rows_at_a_time(exp_UV)
+    for start in range(0, len(exp_UV), step):
+        equal_U[start : start + step] = (exp_UV[start : start + step] == last_U1[start : start + step]).sum(1)
+    if group.size() > 1:
+        torch.distributed.all_reduce(equal_U, group=group)
+    return last_U1[:, 0], needed_U / equal_U, sums_UK.gather(1, place_U1)[:, 0].float()
 
 
 def _largest(exp_UV: Tensor, count: int, group: Any) -> Tensor:

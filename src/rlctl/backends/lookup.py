@@ -83,6 +83,8 @@ class EngineBackend:
     """Raise ConfigError for a combination that the engine cannot run; `spec` does too."""
     without_graphs: str = ""
     """The flag with which it decodes without graphs, which take memory and could keep earlier weights; empty: none."""
+    exact_top_k: Callable[[Device], bool] = lambda device: False
+    """Whether its top-k drops tokens beyond k that are as likely as the last of them; else it keeps all of these."""
     libraries: tuple[str, ...] = ()
     """Modules that its worker imports when it starts, and that take seconds."""
 

@@ -22,16 +22,18 @@ class Truncation:
     top_p: float = 1.0
     """Keep the most likely tokens whose probabilities add up to this."""
     top_k: int = -1
-    """Keep the k most likely tokens, and those as likely as the last of them; -1: all."""
+    """Keep the k most likely tokens; -1: all."""
     min_p: float = 0.0
     """Keep tokens that are at least this times as likely as the most likely one."""
+    exact_top_k: bool = False
+    """The engine drops tokens beyond k that are as likely as the last of them (`EngineBackend.exact_top_k`)."""
 
     @classmethod
     def from_config(cls, config: GenerationConfig, vocabulary: int) -> Truncation | None:
         """Return the `generation` section's; None: all tokens are sampled from."""
         top_k = config.top_k if 0 < config.top_k < vocabulary else -1
-        found = cls(config.top_p, top_k, config.min_p)
-        return None if found == cls() else found
+        truncation = cls(config.top_p, top_k, config.min_p)
+        return None if truncation == cls() else truncation
 
 
 NEVER = -100.0

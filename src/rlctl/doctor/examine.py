@@ -44,6 +44,8 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
         yield gpus.check_driver(found, versions)
         yield gpus.check_compiler()
         yield gpus.check_flashinfer(versions)
+        if not quick:
+            yield software.check_gpu_packages(versions, software.why_not_imported)
         yield gpus.check_ecc(gpus=found)
         yield gpus.check_sharing()
         yield gpus.check_other_programs()

@@ -30,6 +30,12 @@ HOOK = "import rlctl.torchvision_on_cpu as hook; hook.install()"
 ADD_HOOK = f"echo '{HOOK}' > {sysconfig.get_path('purelib')}/torchvision_on_cpu.pth"
 LEAST_GLIBC = {"x86_64": "2.28", "aarch64": "2.34"}
 IMPORT_LIMIT_S = 180.0
+# Modules that vLLM's engines import on NVIDIA GPUs (0.32: its sampler, and the warm-up on Hopper), and their packages.
+GPU_MODULES = {
+    "triton": "triton", "cuda.core": "cuda-core", "cutlass": "nvidia-cutlass-dsl", "flashinfer": "flashinfer-python",
+}  # fmt: skip
+CUDA_PYTHON = "cuda-python>=12.8"
+"""From this version on, cuda-python holds no files and pins cuda-bindings; older wheels hold files of cuda-bindings."""
 LOST_WITHOUT_TRANSFORMER_ENGINE = "FP8 training (megatron.fp8), fused norms, grouped expert matmuls"
 
 
@@ -146,6 +152,21 @@ def check_transformer_engine(
     detail = f"TransformerEngine is not installed; without it there is no {LOST_WITHOUT_TRANSFORMER_ENGINE}"
     where = " It needs Python 3.12." if python < (3, 12) else ""
     return Check(name, "warn", detail, f"{first} {BUILD}.{where}")
+
+
+def check_gpu_packages(versions: Mapping[str, str], why_not: Callable[[str], str]) -> Check:
+    """Check that what vLLM's engines import on GPUs can be imported; `why_not` tests an import."""
+    name, installed = "gpu-packages", {module: dist for module, dist in GPU_MODULES.items() if dist in versions}
+    for module, package in installed.items():
+        if why := why_not(module):
+            packages = {package, *(one for one in ("cuda-python", "cuda-bindings") if one in versions)}
+            detail = f"{package} {versions[package]} cannot be imported (`import {module}`): {why}; GPU engines fail"
+            if "cuda-python" in versions and versions["cuda-python"] not in Requirement(CUDA_PYTHON).specifier:
+                detail += f"; cuda-python {versions['cuda-python']} overwrites files of cuda-bindings"
+            wanted = [f"'{CUDA_PYTHON}'" if one == "cuda-python" else one for one in sorted(packages)]
+            fix = f"Install them again: `uv pip install --reinstall {' '.join(wanted)}`."
+            return Check(name, "fail", detail, fix)
+    return Check(name, "ok", f"{', '.join(installed.values()) or 'no packages for GPUs'} can be imported")
 
 
 def why_not_imported(module: str) -> str:

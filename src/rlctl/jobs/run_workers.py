@@ -421,6 +421,15 @@ def training_of(plan: Plan) -> TrainingChoice:
     return plan.training
 
 
+def planned_truncation(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: Method | None) -> Truncation | None:
+    """The truncated sampling that a policy is trained on, with ties as the run's engines treat them."""
+    truncation = method.truncation(facts.vocab) if method else None
+    if truncation is None:
+        return None
+    exact = engine_backend(config.generation.backend).exact_top_k(device_of(plan))
+    return replace(truncation, exact_top_k=exact)
+
+
 def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: Method | None = None) -> PolicySpec:
     """The policy that a plan starts; `config` holds the plan's values. `method` None: it is not trained.
 
@@ -439,7 +448,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: M
         device=device_of(plan),
         optimizer=config.optimizer,
         temperature=method.temperature if method else 1.0,
-        truncation=method.truncation(facts.vocab) if method else None,
+        truncation=planned_truncation(config, facts, plan, method),
         never=facts.never_sampled if plan.generation is not None else (),
         threads=training.threads,
         seed=config.run.seed,

@@ -21,6 +21,12 @@ def install() -> None:
     start_from_zeros()
 
 
+def has_triton() -> bool:
+    """Whether CPU engines use Triton kernels: where Triton has a CPU backend (`HAS_TRITON` in vllm/triton_utils)."""
+    triton = find_spec("triton")
+    return triton is not None and triton.origin is not None and (Path(triton.origin).parent / "backends/cpu").is_dir()
+
+
 def keep_parameters_plain() -> None:
     """Make this process's CPU layers compute with parameters as published; to be called before the model is loaded."""
     import vllm._custom_ops as ops
