@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.backends.vllm.cpu import has_triton
 from rlctl.cluster.placement import Bundle
 from rlctl.errors import MachineError
 from rlctl.jobs.run_workers import RunWorkersSpec, engine_bundles, planned_workers, policy_environment
+from rlctl.methods.available import method_from_config
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
 from rlctl.settings.training import TrainingConfig
@@ -80,3 +82,22 @@ def test_nothing_sleeps_where_engines_have_devices_of_their_own() -> None:
     assert shared_engines is not None
     used = [one.engine.arguments["gpu_memory_utilization"] for one in (apart_engines, shared_engines)]
     assert used[0] > used[1]
+
+
+def test_the_policy_counts_ties_of_top_k_as_the_engines_of_its_device() -> None:
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    facts = lookup(name)
+    assert facts is not None
+
+    def exact(machine: dict[str, object], **generation: object) -> bool | None:
+        sections = {"model": {"name": name}, "cluster": machine, "generation": generation}
+        config = RlConfig.model_validate(sections)
+        method, plan = method_from_config(config, tries_loss=False), plan_of(config, facts)
+        truncation = planned_workers(config, facts, plan, Path("model"), None, method).policy.truncation
+        return truncation and truncation.exact_top_k
+
+    gpu = {"gpu": "h100", "nodes": 1, "gpus_per_node": 1}
+    assert exact(gpu, top_k=20) is True
+    assert exact(gpu, top_p=0.9, top_k=20) is True
+    assert exact({"gpu": "cpu"}, top_k=20, max_new_tokens=16) is has_triton()
+    assert exact(gpu) is None
