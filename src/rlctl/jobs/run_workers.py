@@ -424,9 +424,9 @@ def training_of(plan: Plan) -> TrainingChoice:
 def planned_truncation(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: Method | None) -> Truncation | None:
     """The truncated sampling that a policy is trained on, with ties as the run's engines treat them."""
     truncation = method.truncation(facts.vocab) if method else None
-    if truncation is None:
-        return None
-    exact = engine_backend(config.generation.backend).exact_top_k(device_of(plan))
+    if truncation is None or (engines := config.engine_settings) is None:
+        return truncation
+    exact = engine_backend(engines.generation.backend).exact_top_k(device_of(plan))
     return replace(truncation, exact_top_k=exact)
 
 
