@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_config, read_object
+from rlctl.checkpoints.hf.tokenizer_files import by_its_file
 from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.config.files import read_text, user_path
 from rlctl.data.control_tokens import KEY, ControlTokens, begun
@@ -448,7 +449,8 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
     )
     log.info("reading the tokenizer of %s", name)
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
+        loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
+        return by_its_file(loaded, directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
         # what transformers raises for files missing or damaged, unknown classes, untrusted code, a hub out of reach
         if pointer := next((file for file in Path(directory).glob("tokenizer*") if is_lfs_pointer(file)), None):

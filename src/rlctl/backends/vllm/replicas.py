@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from rlctl.backends.base import EngineSpec
 from rlctl.backends.vllm import compat
+from rlctl.checkpoints.hf.tokenizer_files import take_files_as_they_are
 from rlctl.cluster.placement import node_address
 from rlctl.cluster.session_files import family_shared_memory, note_shared_memory
 from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerPlaces, WorkerSpec, first_done
@@ -98,6 +99,7 @@ class Replica:
         gc.freeze()  # vLLM collects garbage twice while it loads, and would look through all that was imported
         _look_for_ports_elsewhere()
         compat.skip_chat_warm_up()
+        take_files_as_they_are()
         try:
             with meeting.joined(rank), compat.memory_to_itself():
                 self._llm = LLM(**meeting.arguments(spec.arguments, host=0))

@@ -1,0 +1,71 @@
+"""The tokenizer in a directory: `tokenizer.json` decides what a text becomes.
+
+AutoTokenizer of transformers 5 rebuilds the tokenizer of many classes from vocabulary and merges alone, with the
+normalizer, pre-tokenizer and decoder of the class. The class follows from `tokenizer_config.json`, the model type and,
+for some published models, the spelling of the path. A byte-level Llama whose files name LlamaTokenizerFast (DeepSeek's
+distilled models) then loses blanks and line ends, and every file under model type qwen2 gets Qwen2's pre-tokenizer.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+TOKENIZER_JSON = "tokenizer.json"
+PLAIN_CLASS = "PreTrainedTokenizerFast"
+"""The class that takes `tokenizer.json` as it is, in every version of transformers."""
+PROBE = (
+    "Hello  world, it is 1234\n\n\tok?  It's THEIR'S (x_1 = -2.50e3); na\u00efve caf\u00e9 e\u0301 \u00df\u0130 "
+    "\u4f60\u597d\u3002 \u0645\u0631\u062d\u0628\u0627 \U0001f600\r\n  def f(a):\n    return a[0] \u2028 \u00a0 end \n"
+)
+"""A text on which normalizers and pre-tokenizers differ: blanks, line ends, digits, contractions, accents, scripts."""
+
+
+def by_its_file(tokenizer: PreTrainedTokenizerBase, directory: Path | str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a directory as its `tokenizer.json` has it: the one that was loaded, or the plain class
+    where the loaded one reads a text otherwise or does not give it back. Code of the model's own stays."""
+    file, backend = Path(directory) / TOKENIZER_JSON, getattr(tokenizer, "backend_tokenizer", None)
+    of_library = type(tokenizer).__module__.startswith("transformers.")
+    from transformers import PreTrainedTokenizerFast
+
+    if backend is None or not of_library or type(tokenizer) is PreTrainedTokenizerFast or not file.is_file():
+        return tokenizer
+    from tokenizers import Tokenizer
+
+    if _shown(backend) == _shown(Tokenizer.from_file(str(file))):
+        return tokenizer
+    plain = PreTrainedTokenizerFast.from_pretrained(directory, _from_auto=True)
+    log.warning(
+        "%s: transformers reads %s as %s and gives a text other tokens than the file; the file decides",
+        directory, TOKENIZER_JSON, type(tokenizer).__name__,
+    )  # fmt: skip
+    return plain
+
+
+def _shown(backend: Any) -> tuple[list[int], str] | None:
+    try:
+        ids = backend.encode(PROBE, add_special_tokens=False).ids
+    except Exception:  # noqa: BLE001 - of the library's own plain kind: a class's unknown token that the file lacks
+        return None
+    return ids, backend.decode(ids, skip_special_tokens=False)
+
+
+def take_files_as_they_are() -> None:
+    """Have `AutoTokenizer` of this process, which engines and processors load with, return tokenizers of
+    `by_its_file`."""
+    from transformers import AutoTokenizer
+
+    plain = AutoTokenizer.from_pretrained
+    if getattr(plain, "by_its_file", False):
+        return
+
+    def from_pretrained(name: Any, *arguments: Any, **options: Any) -> Any:
+        return by_its_file(plain(name, *arguments, **options), name)
+
+    from_pretrained.by_its_file = True  # type: ignore[attr-defined]
+    AutoTokenizer.from_pretrained = from_pretrained  # type: ignore[method-assign]
