@@ -32,7 +32,7 @@ def test_a_dry_generate_shows_the_engines_alone(capsys: pytest.CaptureFixture[st
     )  # one engine completes one prompt
     assert list(plan["memory_gib"]) == ["generation"]
     assert plan["seconds"]["generation"] == plan["seconds"]["total"] > 0
-    assert {reason["value"]: reason["rule"] for reason in plan["reasons"]}["generation.tp=2"].startswith("It is pinned")
+    assert {reason["value"]: reason["rule"] for reason in plan["reasons"]}["generation.tp=2"].startswith("Pinned")
     assert found["arguments"]["vllm"]["tensor_parallel_size"] == 2
     assert found["config"]["generation.tp"]["value"] == 2
     assert not any(key.startswith("megatron") for key in found["arguments"])

@@ -30,10 +30,10 @@ from rlctl.telemetry.phases import Phase
 OTHER = "dtensor"
 """The fallback backend, if none is requested."""
 PUBLISHED = (
-    "Where both were published for one model and machine, Megatron-Core trained faster (one trainer on H100s: 8B on 8 "
-    "of them 28 s a step against 38 s, 70B on 64 of them 28 s against 97 s)."
+    "In published runs with one trainer on H100s, Megatron-Core was faster: 8B on 8 GPUs took 28 s a step against 38 s, "
+    "70B on 64 GPUs 28 s against 97 s."
 )
-ON_CPUS = "On a CPU, one rank of either backend takes about as long."
+ON_CPUS = "On a CPU, both backends take about as long."
 
 Refusal = Callable[[Plan], str | None]
 """Returns why a plan's backend does not support the configuration; None: it does."""
@@ -61,17 +61,18 @@ def make_plan(
     others = _others(plans, best)[:top]
     beside = _beside(request, plans, best)
     best = replace(best, beside=beside)
-    listed = [Rejected(plan.name(), _slower(plan, best)) for plan in others]
-    if beside is not None and all(beside.name() != other.name() for other in others):
-        by = abs(100 * (beside.total_s / best.total_s - 1))
-        less = "slower" if beside.total_s > best.total_s else "faster, but it was not asked for"
-        why = f"{by:.0f}% {less} ({beside.total_s:.1f} s a step)"
-        listed.append(Rejected(f"{beside.name()}; on the same devices", why))
-    sides = [name for name in ("training", "generation") if getattr(best, name) is not None]
-    near = tuple(one for side in sides for one in _next_best(side, plans, best, rejected))
+    sides = [name for name in SIDES if getattr(best, name) is not None]
+    near = tuple(layout for side in sides for layout in _next_best(side, plans, best, rejected))
     best = replace(best, next_best=near)
+    shown = {f"{layout.side} {layout.layout}" for layout in near} | set(best.name().split("; "))
+    faster = next((plan for plan in others if _clearly_faster(plan, best)), None)
+    new = [plan for plan in others if plan is faster or not shown.issuperset(plan.name().split("; "))]
+    listed = [Rejected(plan.name(), _with_seconds(plan, best)) for plan in new]
+    if beside is not None and all(beside.name() != other.name() for other in others):
+        listed.append(Rejected(f"{beside.name()}; on the same devices", _with_seconds(beside, best)))
+    listed += [layout for layout in rejected if layout.plan not in shown][:top]
     reasons = tuple(reasons_for(best, request, rejected, rule))
-    return replace(best, reasons=reasons, rejected=(*listed, *rejected[:top]), alternatives=tuple(others))
+    return replace(best, reasons=reasons, rejected=tuple(listed), alternatives=tuple(others))
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,10 @@ def _against_the_other(request: Request, best: Plan, refusal: Refusal) -> str:
     if best.cluster.is_cpu:
         return ON_CPUS
     ours, theirs = (sum(one.seconds[phase] for phase in (Phase.TRAINING, Phase.LOGPROBS)) for one in (best, plan))
-    unseen = ", which no run has shown" if theirs < ours else ""
+    unseen = "; no published run shows that dtensor is faster" if theirs < ours else ""
     return (
-        f"{PUBLISHED} Here training and log-probs are predicted as {ours:.1f} s, and by {OTHER} "
-        f"({fastest.choice.name()}) as {theirs:.1f} s{unseen}."
+        f"{PUBLISHED} Predicted here, training and log-probs: {ours:.1f} s, with {OTHER} ({fastest.choice.name()}) "
+        f"{theirs:.1f} s{unseen}."
     )
 
 
@@ -152,23 +153,36 @@ def _others(plans: list[Plan], best: Plan) -> list[Plan]:
     return sorted(kinds.values(), key=score)
 
 
+SIDES = ("training", "generation")
 NEXT = 3
 
 
 def _next_best(side: str, plans: list[Plan], best: Plan, rejected: list[Rejected]) -> list[NextBest]:
-    seen, found = {getattr(best, side).name()}, list[NextBest]()
-    phases = ("generation",) if side == "generation" else ("training", "logprobs")
-    for plan in sorted(plans, key=score):
-        name = getattr(plan, side).name()
-        if name not in seen and plan.cluster == best.cluster:
-            seen.add(name)
-            memory = max(plan.memory[phase].total for phase in phases if phase in plan.memory) / GIB
-            found.append(NextBest(side, name, plan.total_s, memory, _slower(plan, best)))
+    """Return the best other layouts of one side. The other side stays as chosen where a plan has both, so that the
+    seconds differ by this side alone; else the name says what changes with it."""
+    (other_side,) = (name for name in SIDES if name != side)
+
+    def name_of(plan: Plan, half: str) -> str:
+        choice = getattr(plan, half)
+        return choice.name() if choice is not None else ""
+
+    def changes_both(plan: Plan) -> bool:
+        return plan.engine_devices != best.engine_devices or name_of(plan, other_side) != name_of(best, other_side)
+
+    nearest = {name_of(best, side): best}
+    for plan in sorted(plans, key=lambda plan: (changes_both(plan), score(plan))):
+        if plan.cluster == best.cluster:
+            nearest.setdefault(name_of(plan, side), plan)
+    listed, phases = list[NextBest](), ("generation",) if side == "generation" else ("training", "logprobs")
+    for plan in sorted((plan for plan in nearest.values() if plan is not best), key=score):
+        memory = max(plan.memory[phase].total for phase in phases if phase in plan.memory) / GIB
+        name = name_of(plan, side) + f" with {name_of(plan, other_side)}" * changes_both(plan)
+        listed.append(NextBest(side, name, plan.total_s, memory, _why_not(plan, best)))
     for other in rejected:
         name = other.plan.removeprefix(f"{side} ")
-        if name != other.plan and name not in seen and math.isfinite(other.over):
-            found.append(NextBest(side, name, None, None, other.why))
-    return found[:NEXT]
+        if name != other.plan and name not in nearest and math.isfinite(other.over):
+            listed.append(NextBest(side, name, None, None, other.why))
+    return listed[:NEXT]
 
 
 def _beside(request: Request, plans: list[Plan], best: Plan) -> Plan | None:
@@ -217,33 +231,46 @@ def _check_mover(request: Request) -> None:
         raise ConfigError(f"refit.mover = collective, {why}", hint)
 
 
-def _slower(plan: Plan, best: Plan) -> str:
+def _clearly_faster(plan: Plan, best: Plan) -> bool:
+    return plan.total_s < best.total_s and not plan.equals(best)
+
+
+def _with_seconds(plan: Plan, best: Plan) -> str:
+    return f"{_why_not(plan, best)} ({plan.total_s:.1f} s{' a step' * (plan.training is not None)})"
+
+
+def _why_not(plan: Plan, best: Plan) -> str:
+    """Return how fast a plan is against the best one, and if it is not slower, why it was not chosen."""
     if plan.workload.goal == "cheap":
         more = device_seconds(plan) / device_seconds(best) - 1
         if more >= 0.005:
-            return f"{100 * more:.0f}% more GPU seconds a step ({plan.total_s:.1f} s on {plan.cluster.gpus} GPUs)"
+            return f"{100 * more:.0f}% more GPU seconds a step, on {plan.cluster.gpus} GPUs"
     ratio = plan.total_s / best.total_s - 1
     if best.runnable and not plan.runnable and ratio < 0.005:
         gain = f"{-100 * ratio:.0f}% faster" if ratio < -0.005 else "as fast"
-        return f"{gain}, but it cannot be run yet: {plan.not_runnable_because[0]}"
-    if plan.equals(best):
-        seconds = f"({plan.total_s:.1f} s{' a step' * (plan.training is not None)})"
-        why = "" if best.cluster.is_cpu else f"; {_less_believable(plan, best)}"
-        return f"equal as far as the prediction can tell {seconds}{why}"
-    if ratio < -0.005:
-        if kinds := [kind for kind in untried_kinds(plan) if kind not in untried_kinds(best)]:
-            return f"{-100 * ratio:.0f}% faster by a prediction that no published run shows to hold for {kinds[0]}"
-        return f"{-100 * ratio:.0f}% faster, but less simple"
-    return f"{100 * ratio:.0f}% slower ({plan.total_s:.1f} s{' a step' if plan.training else ''})"
+        return f"{gain}, but cannot run yet: {plan.not_runnable_because[0]}"
+    if ratio >= 0 and not plan.equals(best):
+        return f"{100 * ratio:.0f}% slower"
+    gain = f"{-100 * ratio:.0f}% faster" if not plan.equals(best) else f"not clearly {'faster' if ratio < 0 else 'slower'}"
+    return "; ".join([gain, *_against(plan, best)])
 
 
-def _less_believable(plan: Plan, best: Plan) -> str:
-    known = [evidence(one.facts, one.cluster, one.training, one.generation) for one in (plan, best)]
-    if known[0] < known[1]:
-        return "published runs of such a model show less of this layout"
+def _against(plan: Plan, best: Plan) -> list[str]:
+    """Return the first rule of `believable` or `score` that puts a plan behind the best one; empty: it is slower."""
+    if kinds := [kind for kind in untried_kinds(plan) if kind not in untried_kinds(best)]:
+        return [f"no published run confirms predictions for {kinds[0]}"]
+    if plan.colocated != best.colocated:
+        return [f"needs generation.colocated={str(plan.colocated).lower()}"]
+    known = [evidence(each.facts, each.cluster, each.training, each.generation) for each in (plan, best)]
+    if known[0] < known[1] and not best.cluster.is_cpu:
+        return ["rarer in published runs"]
     if dimensions(plan) > dimensions(best):
-        return "it has more parallel dimensions"
-    return "it leaves less memory free" if dimensions(plan) == dimensions(best) else "it is of another kind"
+        return ["more parallel dimensions, recomputation or offload"]
+    if plan.total_s >= best.total_s:
+        return []
+    if plan.engine_devices != best.engine_devices:
+        return [f"needs generation.devices={plan.engine_devices}"]
+    return ["less free memory"]
 
 
 def refuse_unrunnable(plan: Plan) -> None:

@@ -65,7 +65,7 @@ def test_experts_are_spread_and_replicas_are_not_as_published(gpu: str, nodes: i
     assert plan.generation is not None
     assert plan.training.parallel.ep in (8, 16)
     assert (plan.generation.dp, plan.generation.pp) == (1, 1)
-    reasons = [other.why for other in plan.rejected if "DP8 EP8" in other.plan.partition("generation")[2]]
+    reasons = [other.why for other in plan.next_best if other.side == "generation" and "DP8 EP8" in other.layout]
     assert any("published run" in why for why in reasons)
 
 

@@ -65,7 +65,7 @@ def test_sizes_of_the_teacher_can_be_pinned() -> None:
     assert plan.teacher is not None
     assert plan.teacher.choice.parallel.name() == "TP2 PP2 DP2"
     rules = {reason.value: reason.rule for reason in plan.reasons}
-    assert rules["teacher.tp=2"] == "It is pinned: teacher.tp=2."
+    assert rules["teacher.tp=2"] == "Pinned: teacher.tp=2."
     assert "TP x PP x CP = 4" in rules["teacher.dp=2"]
 
 

@@ -1,4 +1,4 @@
-"""For every value of a plan, the rule that chose it, in a sentence with its numbers."""
+"""The rule behind each value of a plan, in a sentence with its numbers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Ruled = tuple[str, object, str]
 
 
 def reasons_for(plan: Plan, request: Request, rejected: list[Rejected], backend_rule: str) -> Iterator[Reason]:
-    """Yield the reasons in the order of the plan's own values; `backend_rule` is that for the backend."""
+    """Yield the reasons in the order of the plan's values; `backend_rule` explains the backend."""
     for key, value, rule in _ruled(plan, request, rejected, backend_rule):
         pin = "refit.mover" if key == "mover" else key
         text = str(value).lower() if isinstance(value, bool) else str(value)
-        own = key == "training.optimizer_offload"  # its rule says more of a pin
-        yield Reason(f"{key}={text}", rule if own else _given(plan, pin) or rule)
+        mentions_pin = key == "training.optimizer_offload"
+        yield Reason(f"{key}={text}", rule if mentions_pin else _given(plan, pin) or rule)
 
 
 def _ruled(plan: Plan, request: Request, rejected: list[Rejected], backend_rule: str) -> Iterator[Ruled]:
     training, generation, cluster = plan.training, plan.generation, plan.cluster
     if cluster != request.cluster:
         asked = f"{request.cluster.nodes} x {request.cluster.gpus_per_node}"
-        fewest = f"This part of the cluster takes the fewest GPU seconds a step; there are {asked} GPUs."
+        fewest = f"This part of the {asked} GPUs uses the fewest GPU seconds a step."
         yield "cluster", f"{cluster.nodes} x {cluster.gpus_per_node}", fewest
     if cluster.device.note:
         yield "device", cluster.device.name, cluster.device.note
@@ -49,23 +49,23 @@ def _ruled(plan: Plan, request: Request, rejected: list[Rejected], backend_rule:
     if training is not None and generation is not None:
         together = "All devices work in every phase."
         if plan.workload.staleness is not None and not cluster.is_cpu:
-            together = "The engines pause while the policy trains, and rollouts that are under way are kept."
+            together = "Engines pause while the policy trains, and keep unfinished rollouts."
         yield "generation.colocated", plan.colocated, together if plan.colocated else _apart(plan)
         if plan.engine_devices:
             trains = plan.total_s - sum(plan.seconds[phase] for phase in (*ROLLOUT_PHASES, Phase.REFIT))
-            shortest = "This division has the shortest step of those that were tried: the policy works "
-            shortest += f"{trains:.1f} s of it, and the engines {plan.rollouts_s:.1f} s."
+            shortest = "Of the divisions tried, this one has the shortest step: "
+            shortest += f"{trains:.1f} s of work for the policy, {plan.rollouts_s:.1f} s for the engines."
             yield "generation.devices", plan.engine_devices, shortest
         shared = plan.mover in ("cuda-ipc", "shared-memory")
-        way = "Both engines share the memory of a node." if shared else "Weights go from device to device."
+        way = "Policy and engines share a node's memory." if shared else "Weights go from device to device."
         yield "mover", plan.mover, way
         if (work := plan.workload).staleness is not None:
-            rule = "Rollouts then follow from run.seed alone."
+            rule = "Rollouts depend on run.seed only."
             if work.in_flight is not None:
-                rule = f"It is pinned: refit.in_flight={work.in_flight}."
+                rule = f"Pinned: refit.in_flight={work.in_flight}."
             elif work.tools_s:
                 tools = f"The longest episodes spend {work.tools_s:.0f} s in tools (environment.tool_s)"
-                rule = f"{tools}, and a step takes {plan.total_s:.0f} s."
+                rule = f"{tools}; a step takes {plan.total_s:.0f} s."
             yield "refit.in_flight", plan.in_flight, rule
 
 
@@ -74,19 +74,23 @@ ROLLOUT_PHASES = (Phase.GENERATION, Phase.REWARD, Phase.WAITING)
 
 def _apart(plan: Plan) -> str:
     if plan.workload.staleness is not None:
-        return "The engines sample while the policy trains (rollouts.mode=async)."
+        return "Engines sample while the policy trains (rollouts.mode=async)."
     if "generation.devices" in plan.pins:
-        return "They have separate devices (generation.devices)."
-    return "No plan with policy and engines on the same devices fits that can be run."
+        return "generation.devices gives engines separate devices."
+    return "No runnable plan with policy and engines on the same devices fits."
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _given(plan: Plan, key: str) -> str | None:
-    return f"It is pinned: {key}={plan.pins[key]}." if key in plan.pins else None
+    return f"Pinned: {key}={plan.pins[key]}." if key in plan.pins else None
 
 
 def _why_not(plan: Plan, rejected: list[Rejected], t: TrainingChoice, size: str) -> str | None:
-    """Return why the layout with half of `size` (and twice the data parallelism) does not fit, alone or with the plan's
-    engines; None: it does."""
+    """Return why the layout with half of `size` and twice the data parallelism does not fit, alone or with the plan's
+    engines; None: it fits."""
     engines = f"with {plan.generation.name()}:" if plan.generation else ""
     dp = t.parallel.dp * 2 if size in ("tp", "pp", "cp") else t.parallel.dp
     parallel = replace(t.parallel, **{size: getattr(t.parallel, size) // 2, "dp": dp, "vpp": 1})
@@ -105,25 +109,26 @@ def _size_rule(plan: Plan, t: TrainingChoice, key: str, request: Request, reject
         if key in ("ep", "etp") and plan.facts.moe is None:
             return "The model has no experts."
         if key != "vpp":
-            return "No layout with more is faster by as much as the prediction can tell; this has fewer dimensions."
+            cheap = request.workload.goal == "cheap"
+            return "No larger size uses fewer GPU seconds." if cheap else "No larger size is clearly faster."
         if t.parallel.pp == 1:
             return "There are no pipeline stages to divide."
-        return "More stages a rank would add more communication than they take from the pipeline bubble."
+        return "More stages a rank would add more communication than they save of the pipeline bubble."
     if key == "vpp":
         return "It shortens the pipeline bubble."
     if found := _why_not(plan, rejected, t, key):
         return found
     if request.workload.goal != "fast":
-        return f"It is the best of the layouts that fit for --goal {request.workload.goal}."
+        return f"Best layout that fits for --goal {request.workload.goal}."
     if not plan.cluster.is_cpu and has_published_sizes(plan.facts, plan.cluster, t):
-        return f"Of the layouts that are as fast (within {RESOLUTION:.0%}) it is the one that published runs have."
+        return f"Published runs have this size, and no other size is clearly faster (by more than {RESOLUTION:.0%})."
     if _slower_than_some(plan, "training"):
-        return "It is as fast as any that the prediction can tell apart."
-    return f"It is the fastest of the layouts that fit{' and that can be run' if plan.runnable else ''}."
+        return "No other size is clearly faster."
+    return f"Fastest {'runnable ' * plan.runnable}layout that fits."
 
 
 def _slower_than_some(plan: Plan, side: str) -> bool:
-    """Whether a next best layout of a side is faster, by less than the prediction can tell."""
+    """Whether another layout of a side has a shorter predicted step, within the prediction's error."""
     return any(one.side == side and (one.seconds or math.inf) < 0.995 * plan.total_s for one in plan.next_best)
 
 
@@ -131,58 +136,58 @@ def _training_rules(plan: Plan, t: TrainingChoice, request: Request, rejected: l
     parallel, cluster = t.parallel, plan.cluster
     for key in ("tp", "pp", "vpp", "cp", "ep", "etp"):
         yield f"training.{key}", getattr(parallel, key), _size_rule(plan, t, key, request, rejected)
-    divided = f"It is the world size of {parallel.world_size:,} divided by TP x PP x CP = {parallel.model_size:,}."
+    divided = f"{_number(parallel.world_size, 'rank')} / (TP x PP x CP = {parallel.model_size:,})."
     yield "training.dp", parallel.dp, divided
     sp = "It saves activations at no cost with TP." if parallel.tp > 1 else "It needs training.tp > 1."
     yield "training.sequence_parallel", parallel.sequence_parallel, sp
     number = f"{plan.micro_batches:,} micro-batch{'es' * (plan.micro_batches != 1)}"
     longest = "rollout" if request.workload.rollouts else "sequence"
-    rows = f"Rows hold the longest {longest} ({request.workload.max_length:,} tokens), or more where that is faster; "
-    yield "training.micro_batch_tokens", t.micro_batch_tokens, f"{rows}a rank has {number} in an optimizer step."
+    rows = f"A row holds the longest {longest} ({request.workload.max_length:,} tokens), or more if that is faster; "
+    yield "training.micro_batch_tokens", t.micro_batch_tokens, f"{rows}{number} a rank and optimizer step."
     if plan.facts.unpacked:
         why = unpacked_rule(plan.facts)
         yield "training.packing", False, f"{why[0].upper()}{why[1:]}."
     share, peak = HEADROOM[request.workload.goal], plan.memory["training"].total / GIB
-    least = f"It is the least that keeps training's {peak:.1f} GiB within {100 * share:.0f}% of "
+    least = f"The least recomputation that keeps training ({peak:.1f} GiB) within {100 * share:.0f}% of "
     yield "training.recompute", t.recompute, f"{least}{cluster.device.memory / GIB:.1f} GiB."
-    offload = "Nothing fits otherwise." if t.optimizer_offload else "The states fit on the devices."
+    offload = "Nothing else fits." if t.optimizer_offload else "Optimizer states fit on the devices."
     if given := _given(plan, "training.optimizer_offload"):
         useless = t.optimizer_offload and cluster.is_cpu
-        offload = given + " It saves nothing: host memory of a CPU is the same memory." * useless
+        offload = given + " It saves nothing: a CPU's device memory is host memory." * useless
     yield "training.optimizer_offload", t.optimizer_offload, offload
     if t.reference_offload:
-        yield "reference", "host memory", "Its weights change places with the policy's for its log-probs."
-    precision = "It follows from model.dtype."
+        yield "reference", "host memory", "Its weights swap with the policy's to compute log-probs."
+    precision = "Set by model.dtype."
     if cluster.is_cpu and t.precision == "float32":
         precision = "A CPU trains in float32 unless a probe shows bfloat16 products to be 1.5 times as fast."
     if t.precision == "fp8":
         precision = "Linear layers multiply in float8 (megatron.fp8); weights, gradients and refits are in bfloat16."
     yield "precision", t.precision, precision
     if t.critic:
-        turns = "; both together do not fit, so each waits while the other computes."
-        how = turns if t.critic_offload else ", and fits on the devices next to it."
-        yield "critic", "turns" if t.critic_offload else "resident", f"It has the policy's size and layout{how}"
+        turns = "; both do not fit together, so they take turns on the devices."
+        how = turns if t.critic_offload else ", and fits next to it."
+        yield "critic", "turns" if t.critic_offload else "resident", f"Same size and layout as the policy{how}"
     if t.threads:
-        yield "training.threads", t.threads, "The cores of a node are divided by its ranks."
+        yield "training.threads", t.threads, "A node's cores / its ranks."
 
 
 def _teacher_rules(plan: Plan, teacher: TeacherPlan) -> Iterator[Ruled]:
     parallel = teacher.choice.parallel
     size = f"{teacher.memory.total / GIB:.1f} GiB"
-    where = "in processes of its own" if plan.cluster.is_cpu else "next to what the policy keeps on a device"
+    where = "in separate processes" if plan.cluster.is_cpu else "next to the policy's states"
     for key in TEACHER_SIZES:
         value = getattr(parallel, key)
-        rule = f"More would only add communication: the {teacher.label} fits without it."
+        rule = f"The {teacher.label} fits without; a larger size would only add communication."
         if key in ("ep", "etp") and value == 1 and teacher.facts.moe is None:
             rule = f"The {teacher.label} has no experts."
         elif key == "pp" and teacher.choice.sharding == "full":
             rule = "FSDP2 has no pipeline stages."
         elif key == "dp" and plan.cluster.is_cpu:
-            rule = "One process computes it: its memory is that of the policy and the engines."
+            rule = "One process, since it shares memory with the policy and the engines."
         elif key == "dp":
-            rule = f"It divides the policy's devices by TP x PP x CP = {parallel.model_size:,}."
+            rule = f"The policy's devices / (TP x PP x CP = {parallel.model_size:,})."
         elif value > 1:
-            rule = f"It is the fastest of the {teacher.label}'s layouts that fit: {size} a rank, {where}."
+            rule = f"Fastest layout of the {teacher.label} that fits: {size} a rank, {where}."
         yield f"{teacher.role}.{key}", value, rule
 
 
@@ -190,20 +195,18 @@ def _engine_size_rule(plan: Plan, g: GenerationChoice, key: str, best: str) -> s
     if key == "dp" and g.dp > 1:
         held = weight_bytes(plan.facts, g) / GIB
         whole = weight_bytes(plan.facts, replace(g, dp=1, ep=1)) / GIB
-        return (
-            f"It is {best}: a GPU holds and reads {held:.0f} GiB of weights, and {whole:.0f} in engines of one replica."
-        )
+        return f"{best}: a GPU holds and reads {held:.0f} GiB of weights, against {whole:.0f} with one replica."
     if key == "ep" and g.ep > 1 and g.dp > 1:
-        return f"The replicas share the experts: TP x DP = {g.tp * g.dp}."
+        return f"Replicas share the experts: TP x DP = {g.tp * g.dp}."
     if getattr(g, key) > 1:
-        return f"It is {best}."
+        return f"{best}."
     if key != "pp" and plan.facts.moe is None:
         return "The model has no experts to share." if key == "dp" else "The model has no experts."
-    return "More would only add communication." if plan.cluster.is_cpu else f"It is {best}: more adds communication."
+    return "A larger size would only add communication." if plan.cluster.is_cpu else f"{best}."
 
 
 def _half_tp(plan: Plan, g: GenerationChoice, request: Request) -> str:
-    """Return what twice as many engines of half the size would be like."""
+    """Return the time, or the missing room, of twice as many engines of half the size."""
     if g.tp == 1 or plan.cluster.is_cpu:
         return ""
     request = replace(request, cluster=plan.cluster)
@@ -214,45 +217,41 @@ def _half_tp(plan: Plan, g: GenerationChoice, request: Request) -> str:
     )
     size, tokens = plan_kv(request, half)
     if tokens < request.workload.max_length:
-        return f"; with half, {weight_bytes(plan.facts, half) / GIB:.0f} GiB of weights leave no room for one of them"
+        return f"; with TP{half.tp}, {weight_bytes(plan.facts, half) / GIB:.0f} GiB of weights leave no room for one sequence"
     half = replace(half, kv_cache_bytes=size, kv_cache_tokens=tokens)
     one, other = (generation_time(request, choice).total for choice in (g, half))
-    return f" ({one:.0f} s, with half {other:.0f})"
+    return f" ({one:.0f} s; TP{half.tp}: {other:.0f} s)"
 
 
 def _generation_rules(plan: Plan, g: GenerationChoice, request: Request) -> Iterator[Ruled]:
     workload, cluster = request.workload, plan.cluster
-    engines = f"The devices are divided by {g.replica_gpus * g.dp} an engine."
+    engines = f"{_number(plan.engine_devices or cluster.gpus, 'GPU')} / {g.engine_gpus:,} per engine."
     if cluster.is_cpu:
-        engines = "Each node has one."
+        engines = "One per node."
     elif g.gpus < (plan.engine_devices or cluster.gpus) and g.engines == workload.prompts:
-        engines = "Each prompt has one: one engine makes all completions of a prompt."
+        engines = "One per prompt: an engine generates all completions of a prompt."
     yield "generation.engines", g.engines, engines
     longest = workload.lengths(request.constants.length_sigma).longest
     share = workload.share(g.engines, g.dp)
-    rollouts = f"{share:,} rollout{'s' * (share != 1)}"
-    best = f"the best for --goal {workload.goal}"
+    rollouts = _number(share, "rollout")
+    best = f"Best size for --goal {workload.goal}"
     if workload.goal == "fast":
-        best = (
-            "as fast as any that the prediction can tell apart"
-            if _slower_than_some(plan, "generation")
-            else "the fastest"
-        )
-    for_load = f"It is {best} for {rollouts} an engine, the longest of about {longest:,.0f} tokens"
+        best = "No other size is clearly faster" if _slower_than_some(plan, "generation") else "Fastest size"
+    for_load = f"{best} for {rollouts} an engine, of up to {longest:,.0f} tokens"
     yield "generation.tp", g.tp, f"{for_load}{_half_tp(plan, g, request)}."
     for key in ("pp", "dp", "ep"):
         yield f"generation.{key}", getattr(g, key), _engine_size_rule(plan, g, key, best)
     if (nodes := cluster.nodes_of(g.replica_gpus)) > 1:
         step, exchange = (1000 * seconds for seconds in full_step(replace(request, cluster=cluster), g))
-        spent = f"in {exchange:.1f} of the {step:.1f} ms of a decode step with all rollouts they wait for each other."
-        yield "replica_nodes", nodes, f"The {g.replica_gpus} ranks of a replica are on {nodes} nodes; {spent}"
+        spent = f"communication takes {exchange:.1f} of the {step:.1f} ms of a decode step with all rollouts."
+        yield "replica_nodes", nodes, f"A replica has {g.replica_gpus} ranks on {nodes} nodes; {spent}"
     if g.memory_fraction is not None:
-        most = "what the sleeping policy leaves" if plan.colocated else "what vLLM should take of a GPU"
-        rule = f"It holds all rollouts of an engine at full length, and is at most {most}."
+        most = "the sleeping policy leaves" if plan.colocated else "vLLM should use"
+        rule = f"Room for all rollouts of an engine at full length, but no more than {most}."
         yield "generation.memory_fraction", g.memory_fraction, rule
-    cache = f"It holds {g.kv_cache_tokens:,} tokens, and one sequence needs {workload.max_length:,}."
+    cache = f"{g.kv_cache_tokens:,} tokens; the longest sequence has {workload.max_length:,}."
     yield "generation.kv_cache_bytes", int(g.kv_cache_bytes), cache
     every = "All rollouts of an engine run at once, up to 1,024 (256 on a CPU)."
     if (full := g.kv_cache_tokens // workload.max_length) < g.max_concurrent:
-        every += f" The KV cache holds {full:,} of full length; more run at once while they are shorter."
+        every += f" The KV cache holds {full:,} of full length, or more shorter ones."
     yield "generation.max_concurrent", g.max_concurrent, every

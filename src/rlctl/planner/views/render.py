@@ -150,23 +150,25 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
         said = f"{saved['gb']:,.1f} GB; a save stops training for {saved['copy_s']:.0f} s and writes for another "
         lines += wrapped(f"{said}{saved['write_s']:.0f} s meanwhile", "  checkpoint  ", INDENT)
     lines += ["", *_memory_table(plan), "", *_seconds_table(plan)]
-    if plan.next_best and reasons:
-        lines += ["", "  next best", *aligned((f"{one.side} {one.layout}", _next_text(one)) for one in plan.next_best)]
+    if reasons:
+        lines += ["", "  not chosen", *aligned(_not_chosen(plan) or [("", "There is no other layout.")])]
     if not plan.runnable:
         lines += ["", "  rlctl cannot run this plan yet", *(f"    {why}" for why in plan.not_runnable_because)]
     if reasons:
         lines += ["", "  why", *aligned((reason.value, reason.rule) for reason in plan.reasons)]
-        others = [f"{other.plan}: {other.why}" for other in plan.rejected]
-        lines += ["", "  not chosen"]
-        for other in others or ["there is no other layout for these devices"]:
-            lines += wrapped(other, "    ", "      ")
     return "\n".join(lines)
 
 
-def _next_text(one: NextBest) -> str:
-    if one.seconds is None or one.memory_gib is None:
-        return f"does not fit: {one.why}"
-    return f"{one.seconds:.0f} s a step, {one.memory_gib:.0f} GiB: {one.why}"
+def _not_chosen(plan: Plan) -> list[tuple[str, str]]:
+    """Return each layout of one side, then whole plans with further layouts, and why they were not chosen."""
+    sides = [(f"{layout.side} {layout.layout}", _next_text(layout)) for layout in plan.next_best]
+    return [*sides, *((other.plan, other.why) for other in plan.rejected)]
+
+
+def _next_text(layout: NextBest) -> str:
+    if layout.seconds is None or layout.memory_gib is None:
+        return f"does not fit: {layout.why}"
+    return f"{layout.seconds:.0f} s a step, {layout.memory_gib:.0f} GiB: {layout.why}"
 
 
 def _work(work: Workload) -> str:
@@ -213,6 +215,8 @@ def kept(text: str) -> str:
 def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
     listed = list(pairs)
     width = max((len(left) for left, _ in listed), default=0)
+    if width > columns() // 2:
+        return [line for left, right in listed for line in wrapped(f"{left}: {right}", "    ", "      ")]
     return [
         line for left, right in listed for line in wrapped(right, f"    {left:<{width}}  ", " " * (width + 6)) or [left]
     ]
