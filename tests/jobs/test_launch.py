@@ -450,7 +450,10 @@ def test_a_backend_that_the_planner_chose_goes_on_unless_another_is_asked_for(fi
     stored = RunDirectory(files / "run").manifest()
     assert stored["config"]["training.backend"] == {"value": "megatron", "origin": "planner"}
     reason = stored["plan"]["reasons"][0]
-    assert (reason["value"], "both backends take about as long" in reason["rule"]) == ("training.backend=megatron", True)
+    assert (reason["value"], "both backends take about as long" in reason["rule"]) == (
+        "training.backend=megatron",
+        True,
+    )
     after, said = go_on(files / "run", set_=["training.dp=2"], backend="dtensor")
     assert after.plan.backend == "dtensor"
     assert any("goes on as DP2 by dtensor" in line for line in said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from rlctl.report.charts import (
     bar_chart,
     line_chart,
     number,
+    numbers,
     smoothed,
     thinned,
     ticks,
@@ -50,6 +52,39 @@ def test_a_number_takes_few_characters() -> None:
     assert [number(value) for value in values] == [
         "0", "0.5", "12.3", "182", "41.3k", "2.5e6", "2e-6", "6.9e-11", "-0.25",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [10.75, 10.8, 10.85, 10.9], [10.80, 10.81, 10.82, 10.83], [9.95, 10.0, 10.05], [1234.56, 1234.57],
+        [41_300, 41_310],
+        [1_000_100, 1_000_200], [-0.0512, -0.0511], [0.0001234, 0.0001235], [0.0, 1e-7, 2e-7], [999.9, 1000.0, 1000.1],
+    ],
+)  # fmt: skip
+def test_labels_of_an_axis_are_its_values_and_differ(values: list[float]) -> None:
+    texts = numbers(values, min(after - before for before, after in pairwise(values)))
+    assert len(set(texts)) == len(values)
+    assert [float(text.replace("k", "e3")) for text in texts] == pytest.approx(values, rel=1e-12)
+
+
+@pytest.mark.parametrize("points", [[(1, 1.0), (2, 1.0)], [(1, 0.97), (2, 1.0)], [(1, 0.0), (2, 1.0)], [(1, 0.5)]])
+def test_an_axis_of_shares_ends_at_one(points: list[tuple[float, float]]) -> None:
+    marks = [text for text in texts(line_chart([Series("a", points)], "a", (1, 2), "share"))[2:] if "." in text]
+    assert max(map(float, [*marks, "0"])) <= 1.0
+    chart = line_chart([Series("a", [(1, 1.02), (2, 1.1)])], "a", (1, 2), "share")  # not a share after all
+    assert any(float(text) > 1 for text in texts(chart)[2:])
+
+
+def test_a_line_has_its_values_as_text() -> None:
+    points = [(float(step), math.sin(step)) for step in range(1, 101)]
+    label = parsed(line_chart([Series("first", points), Series("second", [(1, 0.25)])], "reward", (1, 100))).get(
+        "aria-label"
+    )
+    assert label is not None
+    assert label.startswith("reward. first: 0.841 at step 1, ")
+    assert "-0.506 at step 100; lowest -1 at step 11, highest 1 at step 33. second: 0.25 at step 1" in label
+    assert len(label) < 400
 
 
 def test_thinning_keeps_the_mean_and_the_ends_of_what_it_joins() -> None:

@@ -251,7 +251,9 @@ def _why_not(plan: Plan, best: Plan) -> str:
         return f"{gain}, but cannot run yet: {plan.not_runnable_because[0]}"
     if ratio >= 0 and not plan.equals(best):
         return f"{100 * ratio:.0f}% slower"
-    gain = f"{-100 * ratio:.0f}% faster" if not plan.equals(best) else f"not clearly {'faster' if ratio < 0 else 'slower'}"
+    gain = (
+        f"{-100 * ratio:.0f}% faster" if not plan.equals(best) else f"not clearly {'faster' if ratio < 0 else 'slower'}"
+    )
     return "; ".join([gain, *_against(plan, best)])
 
 

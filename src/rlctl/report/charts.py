@@ -13,6 +13,10 @@ Point = tuple[float, float]
 
 WIDTH, HEIGHT = 360.0, 212.0
 LEFT, RIGHT, TOP, BOTTOM = 42.0, 14.0, 20.0, 32.0
+CHARACTER = 5.8
+"""Width of a digit of an axis label."""
+SPOKEN = 10
+"""Values of a line that its text alternative names."""
 MOST_POINTS = 240
 """Points of a line; more steps are averaged into as many, so that the page of a long run stays small."""
 MOST_BARS = 60
@@ -23,6 +27,8 @@ LOG_RANGE = 300.0
 GAP = 1.5
 """Distance of two neighboring points, in multiples of the usual one, from which nothing was measured between them."""
 COLORS = 10
+SHARE = "share"
+"""Unit of values from 0 to 1, whose axis ends there."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +81,30 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-def number(value: float) -> str:
+def number(value: float, digits: int = 3) -> str:
+    """Return a value with about `digits` significant digits."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     size = abs(value)
     if size >= 1e6 or size < 1e-3:
-        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace(".0e", "e")
+        mantissa, exponent = f"{value:.{max(1, digits - 2)}e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     if size >= 1e4:
-        return f"{value / 1000:.3g}k"
-    return f"{value:.3g}" if size < 1000 else f"{value:.0f}"
+        return f"{value / 1000:.{digits}g}k"
+    if size < 1000:
+        return f"{value:.{digits}g}"
+    return f"{value:.{digits - 4}f}".rstrip("0").rstrip(".") if digits > 4 else f"{value:.0f}"
+
+
+def numbers(values: Sequence[float], distance: float) -> list[str]:
+    """Return the values with as many digits as it takes to show each within a hundredth of `distance`."""
+    texts: list[str] = []
+    for digits in range(3, 17):
+        texts = [number(value, digits) for value in values]
+        errors = (abs(value - float(text.replace("k", "e3"))) for value, text in zip(values, texts, strict=True))
+        if all(error <= 0.01 * distance for error in errors if math.isfinite(error)):
+            break
+    return texts
 
 
 class Axes:
@@ -96,10 +117,17 @@ class Axes:
         if not high > low:
             low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
         self._ys = (low, high)
+        marked = ticks(low, high)
+        if log:
+            whole = [10.0**power for power in ticks(low, high) if power == round(power)]
+            marked = whole or [10**low, 10**high]
+        distance = min((after - before for before, after in pairwise(marked)), default=math.inf)
+        self._marks = list(zip(marked, numbers(marked, distance), strict=True))
+        self.left = max(LEFT, 9 + CHARACTER * max(len(label) for _, label in self._marks))
 
     def x(self, value: float) -> float:
         low, high = self._xs
-        return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+        return self.left + (value - low) / (high - low) * (WIDTH - self.left - RIGHT)
 
     def y(self, value: float) -> float:
         low, high = self._ys
@@ -116,17 +144,12 @@ class Axes:
         unit += " (logarithmic)" * self.log
         parts = [
             f"<text x=4 y=11>{html.escape(unit)}</text>",
-            f"<text x={(LEFT + WIDTH - RIGHT) / 2} y={HEIGHT - 4} class=x>step</text>",
+            f"<text x={(self.left + WIDTH - RIGHT) / 2:.1f} y={HEIGHT - 4} class=x>step</text>",
         ]
-        low, high = self._ys
-        marked = ticks(low, high)
-        if self.log:
-            whole = [10.0**power for power in ticks(low, high, 3) if power == round(power)]
-            marked = whole or [10**low, 10**high]
-        for value in marked:
+        for value, label in self._marks:
             y = self.y(value)
-            parts.append(f'<path class=grid d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(f"<text x={LEFT - 5} y={y + 3.5:.1f} class=y>{number(value)}</text>")
+            parts.append(f'<path class=grid d="M{self.left:.1f} {y:.1f}H{WIDTH - RIGHT}"/>')
+            parts.append(f"<text x={self.left - 5:.1f} y={y + 3.5:.1f} class=y>{label}</text>")
         low, high = self._xs
         for value in ticks(low, high, 5):
             if value == round(value):
@@ -147,9 +170,26 @@ def line_chart(series: Sequence[Series], label: str, steps: Point, unit: str = "
     if not log:  # a little room, and zero where it is near
         room = 0.05 * (high - low)
         bottom = 0.0 if 0 <= low < 0.6 * high else low - room
-        low, high = bottom, 0.0 if 0.6 * low < high <= 0 else high + room
+        top = 0.0 if 0.6 * low < high <= 0 else high + room
+        if unit == SHARE and 0 <= low <= high <= 1:
+            low, high = (bottom, min(top, 1.0)) if high > low else (0.0, 1.0)
+        else:
+            low, high = bottom, top
     axes = Axes(steps, (low, high), log=log)
-    return _svg(axes.frame(unit) + "".join(_line(axes, one) for one in shown), label)
+    spoken = ". ".join([label, *map(_spoken, shown)])
+    return _svg(axes.frame(unit) + "".join(_line(axes, one) for one in shown), spoken)
+
+
+def _spoken(one: Series) -> str:
+    """Return the text alternative of a line: some of its values, the first and the last included, and its range."""
+    points, last = one.points, len(one.points) - 1
+    places = sorted({round(last * place / (SPOKEN - 1)) for place in range(SPOKEN)})
+    ends = [pick(points, key=lambda point: point[1]) for pick in (min, max)]
+    shown = [*(points[place] for place in places), *ends]
+    texts = numbers([value for _, value in shown], ends[1][1] - ends[0][1] or math.inf)
+    *values, lowest, highest = (f"{text} at step {step:,.0f}" for text, (step, _) in zip(texts, shown, strict=True))
+    extremes = f"; lowest {lowest}, highest {highest}" if last >= SPOKEN else ""
+    return f"{one.name}: {', '.join(values)}{extremes}"
 
 
 def _line(axes: Axes, one: Series) -> str:
