@@ -30,8 +30,8 @@ from rlctl.telemetry.phases import Phase
 OTHER = "dtensor"
 """The fallback backend, if none is requested."""
 PUBLISHED = (
-    "In published runs with one trainer on H100s, Megatron-Core was faster: 8B on 8 GPUs took 28 s a step against 38 s, "
-    "70B on 64 GPUs 28 s against 97 s."
+    "In published runs with one trainer on H100s, Megatron-Core was faster: 8B on 8 GPUs took 28 s a step against 38, "
+    "70B on 64 GPUs 28 s against 97."
 )
 ON_CPUS = "On a CPU, both backends take about as long."
 

@@ -217,7 +217,8 @@ def _half_tp(plan: Plan, g: GenerationChoice, request: Request) -> str:
     )
     size, tokens = plan_kv(request, half)
     if tokens < request.workload.max_length:
-        return f"; with TP{half.tp}, {weight_bytes(plan.facts, half) / GIB:.0f} GiB of weights leave no room for one sequence"
+        weights = weight_bytes(plan.facts, half) / GIB
+        return f"; with TP{half.tp}, {weights:.0f} GiB of weights leave no room for one sequence"
     half = replace(half, kv_cache_bytes=size, kv_cache_tokens=tokens)
     one, other = (generation_time(request, choice).total for choice in (g, half))
     return f" ({one:.0f} s; TP{half.tp}: {other:.0f} s)"
