@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -356,6 +357,39 @@ def test_a_resume_takes_what_may_change_and_refuses_what_may_not(files, tiny_lla
     assert [line["step"] for line in read_metrics(files / "run" / "metrics.jsonl")] == [2]  # as if it was killed then
     assert run(train(tiny_llama, "--allow-changes")) == 2
     assert "--allow-changes applies to --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "said", "kept"),
+    [
+        # Cosine over 4 steps: 0.5 (1 + cos(pi / 4)) of the rate at step 2. Over 6: 0.5 (1 + cos(pi 2 / 6)) at step 3.
+        (["scheduler.decay=cosine"], 6, "the learning rate was 8.54e-07 in step 2 and is 7.5e-07 in step 3",
+         "scheduler.decay_steps=4"),
+        (["scheduler.decay=linear"], 3, "was 7.5e-07 in step 2 and is 3.33e-07 in step 3: its schedule ends with the run, "
+         "which has 3 steps instead of 4", "scheduler.decay_steps=4"),
+        (["scheduler.start_weight_decay=0.1", "scheduler.end_weight_decay=0.5"], 8,
+         "the weight decay was 0.2 in step 2 and is 0.2 in step 3", "scheduler.weight_decay_steps=4"),
+        (["run.algorithm=ppo", "critic.scheduler.decay=linear"], 8,
+         "the critic's learning rate was 7.5e-06 in step 2 and is 7.5e-06 in step 3",
+         "critic.scheduler.decay_steps=4"),
+        (["scheduler.decay=cosine", "scheduler.decay_steps=4"], 6, "", ""),
+        (["scheduler.decay=cosine"], 4, "", ""),
+        ([], 6, "", ""),
+    ],
+)  # fmt: skip
+def test_a_resume_that_moves_a_schedule_says_so_and_how_to_keep_it(files, tiny_llama, schedule, steps, said, kept):
+    begun(train(tiny_llama), files / "run", set_=schedule)
+    told = "\n".join(go_on(files / "run", steps=steps)[1])
+    assert (said in told) if said else "schedule" not in told
+    if kept:
+        assert f"--set {kept} keeps" in told
+        job, lines = go_on(files / "run", steps=steps, set_=[kept])
+        assert "schedule" not in "\n".join(lines)
+        section, _, key = kept.partition("=")[0].rpartition(".")
+        at = job.config.critic.scheduler if section.startswith("critic") else job.config.scheduler
+        assert getattr(at, key) == 4
+        with pytest.raises(InputError, match=re.escape(f"`{section}.{key}` = 5")):
+            go_on(files / "run", steps=steps, set_=[kept.replace("=4", "=5")])
 
 
 def test_flags_of_a_resume_are_read_on_top_of_what_the_run_has(files, tiny_llama, capsys):

@@ -26,6 +26,7 @@ from rlctl.jobs.prepare import Job, Starts, content_changes, prepare_job, versio
 from rlctl.jobs.run_workers import RunWorkersSpec, device_of, early_hosts
 from rlctl.jobs.training_run import RunSummary, run_training
 from rlctl.methods.configuration import from_sources
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.planner.result import Plan
 from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run
 from rlctl.runs.interrupt import StopRequest
@@ -33,6 +34,7 @@ from rlctl.settings.config import RlctlConfig
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.training.loop import Loop
+from rlctl.training.schedule import learning_rate, weight_decay
 
 RUNS = Path("runs")
 # A resumed run may change how long, where and how it is watched, and nothing that its numbers follow from. The model
@@ -183,6 +185,9 @@ def resumed_job(
             f"--resume: {run.path} has finished {done} steps, and run.steps is {job.config.run.steps}.",
             "Give more with --steps.",
         )
+    if checkpoints:
+        for change in _schedule_changes(stored, job.config, checkpoints[-1].step):
+            tell(change)
     return job
 
 
@@ -210,6 +215,34 @@ def _layout_change(stored: dict[str, Any], job: Job) -> str | None:
     return f"training was laid out as {was} and goes on as {now_is}: equal within rounding, not bitwise"
 
 
+OF_SCHEDULES = ("scheduler.", "critic.scheduler.")
+ENDS_OF_SCHEDULES = frozenset(f"{of}{key}" for of in OF_SCHEDULES for key in ("decay_steps", "weight_decay_steps"))
+"""Keys of the schedules whose unset value is `run.steps`."""
+
+
+def _schedule_changes(stored: dict[str, Any], config: RlctlConfig, done: int) -> Iterator[str]:
+    """Yield a note for each schedule that another number of steps stretches or shortens in the middle of the run."""
+    before, now = stored["config"]["run.steps"]["value"], config.run.steps
+    schedules = {"scheduler.": ("learning rate", "weight decay", config.optimizer, config.scheduler)}
+    if isinstance(config, RlConfig) and config.has_critic:
+        critic = config.critic
+        schedules["critic.scheduler."] = ("critic's learning rate", "critic's weight decay", critic, critic.scheduler)
+    for prefix, (of_rate, of_decay, options, schedule) in schedules.items():
+        for what, key, value_of, most, follows in (
+            (of_rate, "decay_steps", learning_rate, options.lr, schedule.decay != "constant"),
+            (of_decay, "weight_decay_steps", weight_decay, options.weight_decay,
+             schedule.start_weight_decay != schedule.end_weight_decay),
+        ):  # fmt: skip
+            if before == now or not follows or getattr(schedule, key) is not None:
+                continue
+            last, following = (value_of(step, of, most, schedule) for step, of in ((done - 1, before), (done, now)))
+            yield (
+                f"the {what} was {last:.3g} in step {done} and is {following:.3g} in step {done + 1}: its schedule "
+                f"ends with the run, which has {now} steps instead of {before}. --set {prefix}{key}={before} keeps the "
+                f"schedule that the run began with"
+            )
+
+
 @contextlib.contextmanager
 def _locked(run: RunDirectory, lock: Callable[[], None]) -> Iterator[None]:
     lock()
@@ -234,6 +267,9 @@ def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, lis
     changes = []
     for value in changed:
         before = then.get(value.key)
+        if value.key in ENDS_OF_SCHEDULES and before and before["value"] is None:
+            if value.value == then["run.steps"]["value"]:
+                continue  # what the unset key meant
         if before and _is_same_file(Path(stored.get("working_directory", "")), before["value"], value.value):
             continue
         if not value.key.startswith(CHANGEABLE) and value.key not in LAYOUT:
