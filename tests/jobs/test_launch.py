@@ -365,8 +365,8 @@ def test_a_resume_takes_what_may_change_and_refuses_what_may_not(files, tiny_lla
         # Cosine over 4 steps: 0.5 (1 + cos(pi / 4)) of the rate at step 2. Over 6: 0.5 (1 + cos(pi 2 / 6)) at step 3.
         (["scheduler.decay=cosine"], 6, "the learning rate was 8.54e-07 in step 2 and is 7.5e-07 in step 3",
          "scheduler.decay_steps=4"),
-        (["scheduler.decay=linear"], 3, "was 7.5e-07 in step 2 and is 3.33e-07 in step 3: its schedule ends with the run, "
-         "which has 3 steps instead of 4", "scheduler.decay_steps=4"),
+        (["scheduler.decay=linear"], 3, "was 7.5e-07 in step 2 and is 3.33e-07 in step 3: its schedule ends with the "
+         "run, which has 3 steps instead of 4", "scheduler.decay_steps=4"),
         (["scheduler.start_weight_decay=0.1", "scheduler.end_weight_decay=0.5"], 8,
          "the weight decay was 0.2 in step 2 and is 0.2 in step 3", "scheduler.weight_decay_steps=4"),
         (["run.algorithm=ppo", "critic.scheduler.decay=linear"], 8,
@@ -447,6 +447,10 @@ def test_a_resume_may_lay_the_run_out_anew(files, tiny_llama):
     assert [f"goes on as {after.plan.training.name()}" in line for line in said if "laid out" in line] == [True]
     assert (after.plan.training.parallel.pp, after.resolved.origin["training.dp"]) == (2, "planner")
     assert not [line for line in said if "although" in line]
+    threads = before.config.training.threads
+    _, said = go_on(files / "run", set_=[f"training.threads={threads + 1}"])
+    told = f"training.threads = {threads} and goes on with {threads + 1}: equal within rounding, not bitwise"
+    assert [told in line for line in said if "training computed" in line] == [True]
 
 
 def test_a_users_layout_survives_a_resume_that_changes_another_key():

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
 
+from rlctl.backends import cpu_sums
 from rlctl.backends.base import PolicySpec, WeightSource
 from rlctl.backends.batch import (
     AdvantageEstimate,
@@ -245,6 +246,8 @@ class PolicyRank(WeightSource, ABC):
         spec = self.spec
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
+        if spec.device == "cpu":
+            cpu_sums.install()
         with many_objects():
             self.prepare()
         # What was imported stays. Megatron-Core collects garbage at every save, and would look through all of it.

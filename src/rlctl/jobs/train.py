@@ -205,7 +205,7 @@ def _layout_change(stored: dict[str, Any], job: Job) -> str | None:
     before = replace(now.parallel, **{size: then[size] for size in SIZES if size in then})
     backend = then.get("backend", job.plan.backend)
     if (backend, before) == (job.plan.backend, now.parallel):
-        return None
+        return _thread_change(stored, job)
     was, now_is = before.name(), now.parallel.name()
     if backend != job.plan.backend:
         return (
@@ -213,6 +213,15 @@ def _layout_change(stored: dict[str, Any], job: Job) -> str | None:
             "are the same, and the optimizer's moments start from zero"
         )
     return f"training was laid out as {was} and goes on as {now_is}: equal within rounding, not bitwise"
+
+
+def _thread_change(stored: dict[str, Any], job: Job) -> str | None:
+    then, now = stored["config"]["training.threads"]["value"], job.config.training.threads
+    if None in (then, now) or then == now:
+        return None
+    return (
+        f"training computed with training.threads = {then} and goes on with {now}: equal within rounding, not bitwise"
+    )
 
 
 OF_SCHEDULES = ("scheduler.", "critic.scheduler.")
@@ -267,9 +276,9 @@ def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, lis
     changes = []
     for value in changed:
         before = then.get(value.key)
-        if value.key in ENDS_OF_SCHEDULES and before and before["value"] is None:
-            if value.value == then["run.steps"]["value"]:
-                continue  # what the unset key meant
+        unset = value.key in ENDS_OF_SCHEDULES and before is not None and before["value"] is None
+        if unset and value.value == then["run.steps"]["value"]:
+            continue  # what the unset key meant
         if before and _is_same_file(Path(stored.get("working_directory", "")), before["value"], value.value):
             continue
         if not value.key.startswith(CHANGEABLE) and value.key not in LAYOUT:
