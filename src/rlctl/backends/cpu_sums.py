@@ -22,7 +22,8 @@ def install() -> None:
     """Make the sums of this process repeatable, and those of `F.embedding` and `F.layer_norm` wide."""
     # Warnings only: what has no repeatable form on a CPU (none of it is used here) still runs.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # which costs a pass over all new memory
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False  # which costs a pass over all new memory
     F.embedding, F.layer_norm = embedding, layer_norm
 
 
@@ -55,8 +56,8 @@ def layer_norm(
     log-probs come out."""
     if not _is_narrow(input) or weight is None:
         return _usual_layer_norm(input, normalized_shape, weight, bias, eps)
-    wide = (one if one is None else one.float() for one in (weight, bias))
-    return _usual_layer_norm(input.float(), normalized_shape, *wide, eps).to(input.dtype)
+    wide_bias = None if bias is None else bias.float()
+    return _usual_layer_norm(input.float(), normalized_shape, weight.float(), wide_bias, eps).to(input.dtype)
 
 
 def _is_narrow(tensor: Tensor) -> bool:

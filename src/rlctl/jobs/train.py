@@ -27,10 +27,12 @@ from rlctl.jobs.run_workers import RunWorkersSpec, device_of, early_hosts
 from rlctl.jobs.training_run import RunSummary, run_training
 from rlctl.methods.configuration import from_sources
 from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.methods.rl.sections import CriticConfig
 from rlctl.planner.result import Plan
 from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run
 from rlctl.runs.interrupt import StopRequest
 from rlctl.settings.config import RlctlConfig
+from rlctl.settings.training import OptimizerConfig, SchedulerConfig
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.training.loop import Loop
@@ -224,15 +226,18 @@ def _thread_change(stored: dict[str, Any], job: Job) -> str | None:
     )
 
 
-OF_SCHEDULES = ("scheduler.", "critic.scheduler.")
-ENDS_OF_SCHEDULES = frozenset(f"{of}{key}" for of in OF_SCHEDULES for key in ("decay_steps", "weight_decay_steps"))
+ENDS_OF_SCHEDULES = frozenset(
+    f"{of}{key}" for of in ("scheduler.", "critic.scheduler.") for key in ("decay_steps", "weight_decay_steps")
+)
 """Keys of the schedules whose unset value is `run.steps`."""
 
 
 def _schedule_changes(stored: dict[str, Any], config: RlctlConfig, done: int) -> Iterator[str]:
     """Yield a note for each schedule that another number of steps stretches or shortens in the middle of the run."""
     before, now = stored["config"]["run.steps"]["value"], config.run.steps
-    schedules = {"scheduler.": ("learning rate", "weight decay", config.optimizer, config.scheduler)}
+    schedules: dict[str, tuple[str, str, OptimizerConfig | CriticConfig, SchedulerConfig]] = {
+        "scheduler.": ("learning rate", "weight decay", config.optimizer, config.scheduler)
+    }
     if isinstance(config, RlConfig) and config.has_critic:
         critic = config.critic
         schedules["critic.scheduler."] = ("critic's learning rate", "critic's weight decay", critic, critic.scheduler)
