@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.data.holdout import hold_out, open_validation, validation_data
+from rlctl.data.holdout import columns_of_prompts, hold_out, open_validation, validation_data
 from rlctl.data.prompt_rows import PromptSource
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import ConfigError, InputError
@@ -59,6 +59,62 @@ def test_a_resume_knows_that_another_part_is_held_out(source: PromptSource) -> N
 def test_holding_out_everything_is_refused(source: PromptSource) -> None:
     with pytest.raises(InputError, match=r"leaves nothing to train on: .* has 20 prompts"):
         hold_out(source, 20, 0)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> PromptSource:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return open_prompts(DataConfig(name=str(path)))
+
+
+REPEATS = {
+    "each four times": [{"prompt": f"q{n % 8}", "answer": "1"} for n in range(32)],
+    "by white space": [
+        {"prompt": " " * (n % 2) + "q" + (" ", "\n", "\t\r\n")[n % 3] + f"{n % 8}\n"} for n in range(32)
+    ],
+    "messages": [{"messages": [{"role": "user", "content": f"q{n % 8}"}], "answer": f"{n}"} for n in range(32)],
+    "text and messages": [
+        {"prompt": f"q{n % 8}" if n < 16 else [{"role": "user", "content": f"q{n % 8} "}]} for n in range(32)
+    ],
+    "some twice": [{"prompt": f"q{min(n, n % 20)}"} for n in range(32)],
+}
+
+
+def read(source: PromptSource | None) -> list[str]:
+    return ["".join(source[index].question.split()) for index in range(len(source))] if source else []
+
+
+@pytest.mark.parametrize("name", REPEATS)
+@pytest.mark.parametrize("count", [1, 7, 8])
+def test_rows_with_an_equal_prompt_are_on_one_side(name: str, count: int, tmp_path: Path) -> None:
+    source = write(tmp_path / "d.jsonl", REPEATS[name])
+    train, held = hold_out(source, count, seed=3)
+    assert not {*read(train)} & {*read(held)}
+    assert len(held or ()) == count
+    left_out = 32 - count - len(train)
+    assert bool(train.notes) == bool(left_out)
+    assert left_out < 4
+    assert train.fingerprint()["prompts"] < 32
+
+
+def test_prompts_that_differ_in_images_columns_or_rows_of_an_environment_are_apart(tmp_path: Path) -> None:
+    shown = [{"prompt": "What?", "image": f"{n % 4}.png", "level": n, "answer": "1"} for n in range(16)]
+    source = write(tmp_path / "d.jsonl", shown)
+    train, held = hold_out(source, 4, 0)
+    assert not {one.images for one in train} & {one.images for one in held or ()}
+    for columns, settings in ((["level"], {"prompt_template": "{prompt} {level}"}), (None, {})):
+        asked = RlConfig.model_validate(
+            {"data": {"name": "d.jsonl", **settings}, "environment": {} if settings else {"name": "guess-number"}}
+        )
+        assert columns_of_prompts(asked, asked.data) == ({"prompt", "level"} if columns else None)
+        train, held = hold_out(source, 4, 0, columns_of_prompts(asked, asked.data))
+        assert (len(train), train.notes) == (12, ())
+
+
+def test_held_out_prompts_that_are_trained_are_counted_where_most_rows_have_one_prompt(tmp_path: Path) -> None:
+    source = write(tmp_path / "d.jsonl", [{"prompt": "Write a haiku."}] * 30 + [{"prompt": "2"}, {"prompt": "3"}])
+    train, held = hold_out(source, 8, 0)
+    assert (len(train), len(held or ())) == (24, 8)
+    assert train.notes == ("6 held-out rows have a prompt that is trained, because most rows have the same",)
 
 
 def config(trained: dict[str, Any], **validation: Any) -> RlConfig:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rlctl.data.mixing import LONGEST_ROUND, Mixing, source_settings, whole_parts
 from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.methods.sft import SftConfig
 
 
 @settings(max_examples=60, deadline=None)
@@ -33,6 +34,26 @@ def test_the_turns_of_given_weights_never_change() -> None:
     assert [Mixing([2, 1, 0.5]).at(position) for position in range(8)] == [
         (0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (0, 3), (2, 0), (0, 4)
     ]  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(1, 40), min_size=2, max_size=5))
+def test_one_pass_over_sources_without_weights_has_each_row_once(sizes: list[int]) -> None:
+    mixing, total = Mixing.of([None] * len(sizes), sizes), sum(sizes)
+    rows = [(source, place) for source, size in enumerate(sizes) for place in range(size)]
+    for epoch in range(2):
+        drawn = [mixing.at(epoch * total + position) for position in range(total)]
+        assert sorted((source, place - epoch * sizes[source]) for source, place in drawn) == rows
+
+
+def test_a_pass_over_many_rows_is_as_exact() -> None:
+    sizes = [LONGEST_ROUND + 1, 70_001, 3]
+    mixing = Mixing.of([None, None, None], sizes)
+    assert mixing.turns(sum(sizes)) == sizes
+    half = mixing.turns(sum(sizes) // 2)
+    assert [abs(2 * count - size) <= 2 for count, size in zip(half, sizes, strict=True)] == [True] * 3
+    drawn = {mixing.at(position) for position in range(sum(sizes))}
+    assert len(drawn) == sum(sizes)
 
 
 @pytest.mark.parametrize(
@@ -75,12 +96,19 @@ def test_a_source_has_its_own_keys_and_those_of_data_for_the_others() -> None:
     first, second, third = source_settings(whole)
     assert [one.label for one in (first, second, third)] == [f"{task} #1", "a.jsonl", f"{task} #2"]
     assert [one.weight for one in (first, second, third)] == [2, 1, 1]
+    unweighted = config(data={"sources": [{"name": "a.jsonl"}, {"name": "b.jsonl"}]})
+    assert [one.weight for one in source_settings(unweighted)] == [None, None]
     assert (first.data.prompt_field, first.data.system_prompt, first.data.params) == (
         "question", "Add.", {"max_terms": 2}
     )  # fmt: skip
     assert (second.data.prompt_field, second.data.size, second.data.params) == ("q", 9, {})
     assert (second.reward.terms[0].name, second.reward.timeout_s) == ("math-verify", 5)
     assert (third.data.params, third.data.order, third.reward) == ({}, "as-written", whole.reward)
+
+
+def test_sources_of_texts_keep_the_keys_of_texts() -> None:
+    whole = SftConfig.model_validate({"data": {"train_on": "last", "sources": [{"name": "a.jsonl"}, {"name": "b"}]}})
+    assert [one.data.trained_part for one in source_settings(whole)] == ["last", "last"]
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,10 @@ def test_a_prompt_that_is_too_long_loses_its_beginning(tiny_llama: Path, tmp_pat
 
 
 def test_the_state_of_a_stream_is_that_of_its_pass_rate_orders(tiny_llama: Path, files: tuple[str, str]) -> None:
-    sources = [{"name": files[0], "order": "pass-rate"}, {"name": files[1], "prompt_field": "question"}]
+    sources = [
+        {"name": files[0], "order": "pass-rate", "weight": 1},
+        {"name": files[1], "prompt_field": "question", "weight": 1},
+    ]
     made, again = stream(tiny_llama, sources=sources), stream(tiny_llama, sources=sources)
     for position in range(12):
         row = made.prompt_at(position)

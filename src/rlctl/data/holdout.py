@@ -2,30 +2,111 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
 from rlctl.data.drawn_shapes import DRAWN_SHAPES
+from rlctl.data.image_sources import IMAGES
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptSource
 from rlctl.data.prompts import MOST_QUESTIONS, open_prompts
 from rlctl.data.row_types import PROMPTS, RowType
+from rlctl.data.templates import template_of
 from rlctl.errors import ConfigError, InputError
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import DataConfig, ValidationData
 
+MOST_READ, MOST_MADE = 200_000, 2_000
+"""Rows of a source whose prompts are compared; fewer where rows are made when asked for, which takes longer."""
 
-def hold_out(source: PromptSource, count: int, seed: int) -> tuple[PromptSource, PromptSource | None]:
-    """Return the prompts to train on, and `count` others that `seed` chooses. Raises InputError where none is left."""
+
+def columns_of_prompts(config: RlctlConfig, data: DataConfig) -> Collection[str] | None:
+    """Return the columns that, besides a row's prompt, are in what the model reads; None: any may be."""
+    if (rollouts := config.rollout_settings) and rollouts.environment.wanted:
+        return None
+    return template.names if (template := template_of(data)) else ()
+
+
+def hold_out(
+    source: PromptSource, count: int, seed: int, columns: Collection[str] | None = ()
+) -> tuple[PromptSource, PromptSource | None]:
+    """Return the prompts to train on, and `count` others that `seed` chooses. Rows with an equal prompt, up to white
+    space, go together. Raises InputError where none is left."""
     if not count:
         return source, None
-    if count >= len(source):
+    size = len(source)
+    if count >= size:
         raise InputError(
-            f"validation.holdout = {count} leaves nothing to train on: {source.label} has {len(source)} prompts.",
+            f"validation.holdout = {count} leaves nothing to train on: {source.label} has {size} prompts.",
             "Lower it, or name other prompts with --set validation.data.name=...",
         )
-    draws = np.random.PCG64(np.random.SeedSequence((seed, len(source)))).random_raw(len(source))
-    rows_H = np.sort(np.argpartition(draws, count)[:count])
-    rest = np.delete(np.arange(len(source)), rows_H)
-    return source.only(rest, held_out=count), source.only(rows_H, held_out=count)
+    compared = size <= (MOST_READ if source.checked > 1 else MOST_MADE)
+    prompts_N = _prompts(source, columns) if compared else np.arange(size)
+    draws_N = np.random.PCG64(np.random.SeedSequence((seed, size))).random_raw(size)
+    _, first_G, of_N, sizes_G = np.unique(prompts_N, return_index=True, return_inverse=True, return_counts=True)
+    order_G = np.argsort(draws_N[first_G], kind="stable")
+    held_N = np.isin(of_N, _fitting(order_G, sizes_G, count))
+    rest_N, notes, left_out = ~held_N, list[str](), 0
+    if not compared:
+        notes.append(f"held-out rows may have prompts that are trained too: {size:,} rows were not compared")
+    if lacking := count - int(held_N.sum()):  # rows of one more prompt, whose others are then in neither part
+        others = [group for group in order_G if not held_N[first_G[group]]]
+        last_N = of_N == min(others, key=lambda group: sizes_G[group])
+        held_N[np.flatnonzero(last_N)[:lacking]] = True
+        left_out = int(last_N.sum()) - lacking
+        if 2 * (size - count - left_out) >= size:
+            rest_N &= ~last_N
+            notes.append(f"{left_out:,} rows are left out: they have the prompt of held-out rows")
+        else:
+            rest_N, left_out = ~held_N, 0
+            notes.append(f"{lacking:,} held-out rows have a prompt that is trained, because most rows have the same")
+    identity = {"held_out": count, **({"prompts": len(first_G)} if len(first_G) < size else {})}
+    train = source.only(np.flatnonzero(rest_N), **identity)
+    return replace(train, notes=(*source.notes, *notes)), source.only(np.flatnonzero(held_N), **identity)
+
+
+def _prompts(source: PromptSource, columns: Collection[str] | None) -> np.ndarray:
+    """Return a number for each row [N], the same for rows whose prompts the model reads alike up to white space."""
+    numbers: dict[Any, int] = {}
+    keys = (_read(source, index, columns) for index in range(len(source)))
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+
+
+def _read(source: PromptSource, index: int, columns: Collection[str] | None) -> Any:
+    try:
+        row = source[index]
+    except InputError:  # reported when the run draws it
+        return index
+    if not row.prompt:  # of an environment that begins by itself
+        return index
+    messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+    shown = [{key: value for key, value in one.items() if key != IMAGES} for one in messages]
+    fields = {key: row.fields.get(key) for key in (row.fields if columns is None else columns)}
+    images = tuple((image.place, image.data) for image in row.images)
+    return json.dumps(_squeezed([shown, fields]), sort_keys=True, default=str), images
+
+
+def _squeezed(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _squeezed(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_squeezed(one) for one in value]
+    return " ".join(value.split()) if isinstance(value, str) else value
+
+
+def _fitting(order_G: np.ndarray, sizes_G: np.ndarray, count: int) -> list[int]:
+    """Return prompts in the given order whose rows number at most `count`."""
+    found, room = list[int](), count
+    for group in order_G:
+        if sizes_G[group] <= room:
+            found.append(int(group))
+            room -= int(sizes_G[group])
+        if not room:
+            break
+    return found
 
 
 def validation_data(data: DataConfig, validation: ValidationData) -> DataConfig:

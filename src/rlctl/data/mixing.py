@@ -27,7 +27,8 @@ class SourceSettings:
 
     label: str
     """Its name, with a number where several have the same name; empty where a run has one source."""
-    weight: float
+    weight: float | None
+    """None: none of a run's sources has one."""
     data: DataConfig
     reward: RewardConfig
 
@@ -39,7 +40,7 @@ def source_settings(config: RlctlConfig) -> tuple[SourceSettings, ...]:
         return (SourceSettings("", 1.0, config.data, shared_reward),)
     named = Counter(source.name for source in config.data.sources)
     seen: Counter[str] = Counter()
-    found = []
+    found, weighted = [], any(source.weight is not None for source in config.data.sources)
     for source in config.data.sources:
         seen[source.name] += 1
         label = f"{source.name} #{seen[source.name]}" if named[source.name] > 1 else source.name
@@ -47,30 +48,37 @@ def source_settings(config: RlctlConfig) -> tuple[SourceSettings, ...]:
         if not source.name.startswith(GYM_PREFIX):
             own.setdefault("params", {})  # `data.params` are for the tasks among the sources
         shared = config.data.model_dump(exclude={"sources", "name"})
-        data = DataConfig.model_validate({**shared, "name": source.name, **own})
+        data = type(config.data).model_validate({**shared, "name": source.name, **own})
         reward, given = shared_reward, source.reward
         if given is not None:
             reward = RewardConfig(terms=given.terms, extract=given.extract, timeout_s=reward.timeout_s)
-        found.append(SourceSettings(label, source.weight, data, reward))
+        weight = (source.weight or 1.0) if weighted else None
+        found.append(SourceSettings(label, weight, data, reward))
     return tuple(found)
 
 
 class Mixing:
-    """Turns of weighted sources as a pure function of the position. A source with share p has p x n of the first n
-    positions, rounded up or down, for every n (quota method of Balinski and Young, 1975: the next turn goes to the
-    source due first without exceeding its share)."""
+    """Turns of sources as a pure function of the position. With weights, a source with share p has p x n of the first n
+    positions, rounded up or down, for every n. By their sizes, one pass has each row of all sources once."""
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self.parts = whole_parts(weights)
-        parts, total = np.array(self.parts, dtype=np.int64), sum(self.parts)
-        counts = np.zeros_like(parts)
-        owners, turns = np.empty(total, np.int32), np.empty(total, np.int64)
-        for turn in range(total):
-            behind = counts * total < parts * (turn + 1)
-            owner = int(np.argmin(np.where(behind, (counts + 1) / parts, np.inf)))
-            owners[turn], turns[turn] = owner, counts[owner]
-            counts[owner] += 1
-        self._owners, self._turns = owners, turns
+        self._begin(whole_parts(weights))
+
+    @classmethod
+    def of(cls, weights: Sequence[float | None], sizes: Sequence[int]) -> Mixing:
+        """Return the turns of sources with weights, or without any by their sizes."""
+        if any(weight is None for weight in weights):
+            found = cls.__new__(cls)
+            found._begin([size // gcd(*sizes) for size in sizes])
+            return found
+        return cls([weight for weight in weights if weight is not None])
+
+    def _begin(self, parts: list[int]) -> None:
+        self.parts = parts
+        self._owners = _by_quota(parts) if sum(parts) <= LONGEST_ROUND else _when_due(parts)
+        self._turns = np.empty(len(self._owners), np.int64)
+        for owner, part in enumerate(parts):
+            self._turns[self._owners == owner] = np.arange(part)
 
     def at(self, position: int) -> tuple[int, int]:
         """Return the number of the source whose turn it is, and how many turns it has had before."""
@@ -82,6 +90,24 @@ class Mixing:
         rounds, rest = divmod(positions, len(self._owners))
         begun = np.bincount(self._owners[:rest], minlength=len(self.parts))
         return [rounds * part + int(more) for part, more in zip(self.parts, begun, strict=True)]
+
+
+def _by_quota(parts: Sequence[int]) -> np.ndarray:
+    """Return the source of each turn, by the quota method of Balinski and Young (1975): the next turn goes to the
+    source due first without exceeding its share."""
+    parts_S, total = np.array(parts, dtype=np.int64), sum(parts)
+    counts_S, owners = np.zeros_like(parts_S), np.empty(total, np.int32)
+    for turn in range(total):
+        behind_S = counts_S * total < parts_S * (turn + 1)
+        owners[turn] = owner = int(np.argmin(np.where(behind_S, (counts_S + 1) / parts_S, np.inf)))
+        counts_S[owner] += 1
+    return owners
+
+
+def _when_due(parts: Sequence[int]) -> np.ndarray:
+    """Return the source of each turn of a round too long for quotas: each source's turns at even distances."""
+    due = np.concatenate([(np.arange(part) + 0.5) / part for part in parts])
+    return np.repeat(np.arange(len(parts), dtype=np.int32), parts)[np.argsort(due, kind="stable")]
 
 
 def whole_parts(weights: Sequence[float]) -> list[int]:

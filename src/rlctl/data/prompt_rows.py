@@ -99,6 +99,8 @@ class PromptSource:
     """The task, where it brings its own scorer."""
     checked: int = 1
     """Its first rows that are looked at before a run: all where they are in memory."""
+    notes: tuple[str, ...] = ()
+    """Remarks for the user on its rows."""
 
     def __len__(self) -> int:
         return self.size

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
-from rlctl.data.holdout import hold_out, open_validation
+from rlctl.data.holdout import columns_of_prompts, hold_out, open_validation
 from rlctl.data.mixing import SourceSettings, source_settings
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptSource
 from rlctl.data.prompts import download_of, open_prompts
@@ -78,7 +78,8 @@ def _validation(config: RlctlConfig, method: Method, opened: list[PromptSource])
     if config.validation.holdout:
         if len(opened) != 1:
             return  # absent, and said so
-        held_out = hold_out(opened[0], config.validation.holdout, config.run.seed)[1]
+        columns = columns_of_prompts(config, config.data)
+        held_out = hold_out(opened[0], config.validation.holdout, config.run.seed, columns)[1]
     try:
         open_validation(config, held_out, method.rows)
     except AbsentError:

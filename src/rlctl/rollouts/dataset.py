@@ -17,7 +17,6 @@ from rlctl.data.chat import EncodedPrompt, PromptEncoder
 from rlctl.data.cross_tokens import chunks, read_text
 from rlctl.data.holdout import open_validation
 from rlctl.data.image_rows import readable
-from rlctl.data.mixing import Mixing
 from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.data.rollouts import CHUNK, TEACHER_SAMPLE, Rollout, RolloutColumns, RolloutGroup
 from rlctl.data.texts import (
@@ -236,7 +235,7 @@ class HeldOutTexts:
         opened = OpenedSource("", source, data, encoder, RewardConfig(), order)
         drawn = [source[order.at(place)] for place in range(min(len(source), wanted.max_prompts))]
         rows = readable(drawn, data, encoder)
-        stream = type(texts)([opened], Mixing([1.0]), len(rows))
+        stream = type(texts)([opened], len(rows))
         stream.rows = texts.rows
         stream.precomputes, stream.others = texts.precomputes, [one.prompts for one in texts.sources]
         return cls(source.label, stream, rows, source.fingerprint(), wanted.answered)

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlctl.backends.messages import GroupRequest
 from rlctl.data.chat import EncodedPrompt, PromptEncoder, load_tokenizer
-from rlctl.data.holdout import hold_out
+from rlctl.data.holdout import columns_of_prompts, hold_out
 from rlctl.data.image_rows import broken_images, require_images
 from rlctl.data.mixing import Mixing, source_settings
 from rlctl.data.prompt_records import difficulties
@@ -49,6 +49,8 @@ class OpenedSource:
     encoder: PromptEncoder
     reward: RewardConfig
     order: PromptOrder
+    weight: float | None = 1.0
+    """Its share of the turns; None: by its size."""
 
 
 class PromptStream:
@@ -61,13 +63,13 @@ class PromptStream:
     def __init__(
         self,
         sources: Sequence[OpenedSource],
-        mixing: Mixing,
         planned: int,
         held_out: PromptSource | None = None,
         environment: EnvironmentPlay | None = None,
     ) -> None:
         """`planned`: largest position count of the run; `held_out`: prompts excluded for validation."""
-        self.sources, self._mixing, self.planned, self.held_out = sources, mixing, planned, held_out
+        self.sources, self.planned, self.held_out = sources, planned, held_out
+        self._mixing = self._mixed()
         self.environment = environment
         self._named = {source.label: source for source in sources}
         self.limit: int | None = None
@@ -101,7 +103,7 @@ class PromptStream:
         sources = stream.sources
         if environment is not None:
             sources = [replace(one, encoder=environment.showing_tools(one.encoder)) for one in sources]
-        found = cls(sources, stream._mixing, planned, stream.held_out, environment)
+        found = cls(sources, planned, stream.held_out, environment)
         found._fitted = stream._fitted
         return found
 
@@ -116,7 +118,8 @@ class PromptStream:
                     f"data.sources lists {len(opened)}.",
                     "Name other prompts with --set validation.data.name=...",
                 )
-            opened[0], held_out = hold_out(opened[0], config.validation.holdout, config.run.seed)
+            columns = columns_of_prompts(config, settings[0].data)
+            opened[0], held_out = hold_out(opened[0], config.validation.holdout, config.run.seed, columns)
         tokenizer = load_tokenizer(model_dir, config.model)
         sources = [
             OpenedSource(
@@ -126,16 +129,20 @@ class PromptStream:
                 encoder=PromptEncoder.build(tokenizer, config.model, one.data, model_dir),
                 reward=one.reward,
                 order=PromptOrder.of(prompts, one.data, config.run.seed, number),
+                weight=one.weight,
             )
             for number, (one, prompts) in enumerate(zip(settings, opened, strict=True))
         ]
         planned = config.batch.prompts * config.run.steps
-        stream = cls(sources, Mixing([one.weight for one in settings]), planned, held_out)
+        stream = cls(sources, planned, held_out)
         stream.leave_out_broken_images(config.run.seed)
         return stream
 
     rows: RowType = PROMPTS
     """Contents of a dataset row."""
+
+    def _mixed(self) -> Mixing:
+        return Mixing.of([one.weight for one in self.sources], [len(one.prompts) for one in self.sources])
 
     @property
     def encoder(self) -> PromptEncoder:
@@ -214,6 +221,7 @@ class PromptStream:
             )
             self._named[source.label] = replace(source, prompts=kept, order=order)
         self.sources = [self._named[source.label] for source in self.sources]
+        self._mixing = self._mixed()
 
     def leave_out_long(self, limit: int, seed: int) -> None:
         """Leave out prompts over `limit` tokens, if configured. Raises InputError if none is left."""
@@ -237,6 +245,7 @@ class PromptStream:
             )
             self._named[source.label] = replace(source, prompts=kept, order=order)
         self.sources = [self._named[source.label] for source in self.sources]
+        self._mixing = self._mixed()
 
     def lengths(self) -> list[int]:
         """Return the number of tokens of each of the first prompts that the run will use."""
@@ -278,6 +287,7 @@ class PromptStream:
             rows[row.source].append(row)
         found = [*self._fitted]
         for source in self.sources:
+            found += source.prompts.notes
             held = [row for row in rows[source.label] if source.encoder.controls_in(row, texts=self.kind == "text")]
             for row in held:
                 self.tokens(row)

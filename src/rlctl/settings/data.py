@@ -191,8 +191,9 @@ class DataSource(Section):
 
     name: str
     """As `data.name`."""
-    weight: PositiveNumber = 1.0
-    """Share of the prompts, in proportion to the weights of the other sources."""
+    weight: PositiveNumber | None = None
+    """Share of the prompts, in proportion to the weights of the other sources (1 where only others have one). Without
+    any weight, sources have shares by their sizes, so that one epoch has each row once."""
     reward: SourceReward | None = None
     """Scorers of its completions; unset: the scorers of `reward`."""
     params: dict[str, Any] | None = None

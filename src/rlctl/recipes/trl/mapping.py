@@ -95,7 +95,7 @@ def mixture(found: Found) -> None:
         name = f"{one['path']}:{one['name']}" if one.get("name") else one["path"]
         sources.append({"name": name} | ({"split": one["split"]} if one.get("split") else {}))
     if sources:
-        found.map_all({"data.sources": sources}, "each has the same share (weight), where TRL joins them row after row")
+        found.map_all({"data.sources": sources})
     else:
         found.skip("there is none")
 

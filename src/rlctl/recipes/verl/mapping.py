@@ -89,8 +89,7 @@ def train_files(found: Found) -> None:
     if len(files) == 1:
         found.map("data.name", files[0])
     else:
-        but = "each file has the same share of the prompts (weight), where verl joins them row after row"
-        found.map_all({"data.sources": [{"name": name} for name in files]}, but)
+        found.map_all({"data.sources": [{"name": name} for name in files]})
 
 
 def validation_files(found: Found) -> None:
