@@ -13,7 +13,13 @@ from rlctl.checkpoints.hf.hf_files import NAMED_TEMPLATES, read_config, refuse_a
 from rlctl.checkpoints.hf.hub import UNREACHED, hub_answers
 from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole, shard_files
 from rlctl.checkpoints.identity import model_fingerprint
-from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, MegatronDirectory, find
+from rlctl.checkpoints.megatron.megatron_directory import (
+    HF_FOLDER,
+    RUN_TOKENIZER,
+    MegatronDirectory,
+    find,
+    is_of_run,
+)
 from rlctl.config.files import user_path
 from rlctl.errors import AbsentError, InputError, RlctlError
 from rlctl.models.catalog import near
@@ -102,7 +108,11 @@ def of_megatron(name: str, checkpoint: MegatronDirectory) -> ModelSource:
         hint = f"Put the Hugging Face model's config.json and tokenizer into {checkpoint.root / HF_FOLDER}."
         raise InputError(f"model {name} is a Megatron checkpoint without config.json next to it.", hint)
     check_directory(companions, weights=False)
-    return ModelSource(companions.resolve(), name, megatron=checkpoint.shards.resolve())
+    note, kept = None, checkpoint.shards.absolute().parents[2] / RUN_TOKENIZER
+    if is_of_run(checkpoint) and kept.is_dir():
+        own = f"--tokenizer {kept} takes the tokenizer and chat template that the run trained with"
+        note = f"{name}: tokenizer and chat template are the base model's; {own}"
+    return ModelSource(companions.resolve(), name, note, megatron=checkpoint.shards.resolve())
 
 
 def from_cache(name: str, revision: str | None, patterns: list[str], weights: bool) -> Path | None:

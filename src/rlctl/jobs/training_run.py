@@ -21,6 +21,7 @@ from rlctl.config.files import write_json
 from rlctl.data.image_rows import shown_prompt
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.errors import RlctlError, WorkerError
+from rlctl.jobs.kept_tokenizer import keep_tokenizer
 from rlctl.jobs.prepare import Job, loggers_of
 from rlctl.jobs.report import LiveReport, write_report
 from rlctl.jobs.run_workers import RunWorkers, start_run_workers
@@ -169,6 +170,7 @@ def _train(
 ) -> tuple[int, bool]:
     """Run the steps with their processes; return the finished ones and whether a stop was requested."""
     manifest = job.manifest()
+    keep_tokenizer(job, run.path)
     with contextlib.ExitStack() as stack:
         job = _converted(job, display)
         display.doing("starting Ray")

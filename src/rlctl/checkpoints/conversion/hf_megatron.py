@@ -15,6 +15,7 @@ import torch
 
 from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.conversion.exported import exported_weights
+from rlctl.checkpoints.conversion.run_tokenizer import take_tokenizer_of_run
 from rlctl.checkpoints.conversion.stream import (
     Beside,
     ParamReader,
@@ -180,6 +181,7 @@ def megatron_to_hf(
                 require_loadable(aside, specs)
         else:
             _copy_other_files(part.files.directory, aside)
+        take_tokenizer_of_run(found, aside, options.tell)
         return done
 
     sources = (found.root, found.shards, model.companions, *([options.whole] if options.whole else []))

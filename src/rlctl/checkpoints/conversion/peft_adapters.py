@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.checkpoints.conversion.hf_megatron import Options, Report, require_undamaged
+from rlctl.checkpoints.conversion.run_tokenizer import take_tokenizer_of_run
 from rlctl.checkpoints.hf.hf_model import without_absent_mtp
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.megatron.lora_weights import adapter_keys, read_adapters, scale_of
@@ -56,6 +57,7 @@ def megatron_to_peft(
     with locked(destination, options.tell), staged(destination, size, options.force) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
         (aside / CONFIG).write_text(json.dumps(adapter_config(base, modules), indent=2) + "\n")
+        take_tokenizer_of_run(found, aside, options.tell)
         if options.verify:
             written = load_file(aside / WEIGHTS)
             if odd := [name for name, tensor in tensors.items() if not written[name].equal(tensor)]:

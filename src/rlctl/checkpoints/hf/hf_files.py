@@ -13,10 +13,14 @@ from rlctl.errors import InputError
 
 NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of the chat templates that a tokenizer names besides its own."""
+TEMPLATES = ("chat_template*", f"{NAMED_TEMPLATES}/*.jinja")
+TOKENIZER = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "bpe.codes", "dict.txt",
+    "emoji.json", "normalizer.json", "tekken.json", "*.model", "*.spm", "*.tiktoken", *TEMPLATES,
+)  # fmt: skip
+"""Files of tokenizer and chat templates."""
 COMPANIONS = (
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
-    "merges.txt", "bpe.codes", "dict.txt", "emoji.json", "normalizer.json", "tekken.json", "*.model", "*.spm",
-    "*.tiktoken", "chat_template*", f"{NAMED_TEMPLATES}/*.jinja", "preprocessor_config.json", "processor_config.json",
+    "config.json", "generation_config.json", *TOKENIZER, "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json", "*.py",
 )  # fmt: skip
 WEIGHTS = (
@@ -87,15 +91,22 @@ def refuse_quantized(directory: Path, tensors: Iterable[str] = ()) -> None:
     raise InputError(why, "Use a model that is not quantized.")
 
 
+def copy_matching(source: Path, destination: Path, patterns: Iterable[str]) -> None:
+    destination.mkdir(parents=True, exist_ok=True)
+    for path in (path for pattern in patterns for path in source.glob(pattern) if path.is_file()):
+        copy = destination / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
+def remove_matching(directory: Path, patterns: Iterable[str]) -> None:
+    for path in [path for pattern in patterns for path in directory.glob(pattern) if path.is_file()]:
+        path.unlink()
+
+
 def copy_companions(source: Path, destination: Path, drop_from_config: tuple[str, ...] = (), **config: Any) -> None:
     """Copy configuration, tokenizer and chat template. `config` replaces values of config.json; `drop_from_config`
     removes keys."""
-    destination.mkdir(parents=True, exist_ok=True)
-    for pattern in COMPANIONS:
-        for path in source.glob(pattern):
-            if path.is_file():
-                copy = destination / path.relative_to(source)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, copy)
+    copy_matching(source, destination, COMPANIONS)
     values = {k: v for k, v in read_config(destination).items() if k not in drop_from_config} | config
     (destination / "config.json").write_text(json.dumps(values, indent=2) + "\n")

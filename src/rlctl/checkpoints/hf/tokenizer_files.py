@@ -8,15 +8,19 @@ distilled models) then loses blanks and line ends, and every file under model ty
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rlctl.checkpoints.hf.hf_files import TEMPLATES, TOKENIZER, copy_matching, read_object, remove_matching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
 PLAIN_CLASS = "PreTrainedTokenizerFast"
 """The class that takes `tokenizer.json` as it is, in every version of transformers."""
 PROBE = (
@@ -45,6 +49,43 @@ def by_its_file(tokenizer: PreTrainedTokenizerBase, directory: Path | str) -> Pr
         directory, TOKENIZER_JSON, type(tokenizer).__name__,
     )  # fmt: skip
     return plain
+
+
+def write_tokenizer(
+    source: Path, destination: Path, *, template: str | None, plain: bool, generation: dict[str, Any]
+) -> None:
+    """Write the tokenizer of `source` for an export: with `template` in place of its own, under the class that takes
+    its file as it is (`plain`), and with a generation_config.json of `generation`."""
+    copy_matching(source, destination, TOKENIZER)
+    path = destination / TOKENIZER_CONFIG
+    values = read_object(destination, TOKENIZER_CONFIG) if path.is_file() else {}
+    if plain:
+        values["tokenizer_class"] = PLAIN_CLASS
+    if template is not None:
+        values.pop("chat_template", None)
+        remove_matching(destination, TEMPLATES)
+        (destination / "chat_template.jinja").write_text(template)
+    if values:
+        path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+    (destination / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def replace_tokenizer(directory: Path, by: Path) -> None:
+    """Replace the tokenizer, chat template and generation configuration in `directory` with those that
+    `write_tokenizer` wrote."""
+    remove_matching(directory, TOKENIZER)
+    copy_matching(by, directory, (*TOKENIZER, GENERATION_CONFIG))
+
+
+def names_other_class(tokenizer: PreTrainedTokenizerBase, directory: Path) -> bool:
+    """Return whether transformers loads the tokenizer of a directory with another class than `by_its_file` took."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = directory / TOKENIZER_CONFIG
+    named = read_object(directory, TOKENIZER_CONFIG).get("tokenizer_class") if path.is_file() else None
+    if type(tokenizer) is not PreTrainedTokenizerFast or named in (None, PLAIN_CLASS, PreTrainedTokenizerFast.__name__):
+        return False
+    return type(AutoTokenizer.from_pretrained(directory)) is not PreTrainedTokenizerFast
 
 
 def _shown(backend: Any) -> tuple[list[int], str] | None:

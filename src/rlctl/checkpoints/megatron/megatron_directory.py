@@ -22,6 +22,10 @@ HF_FOLDER = "huggingface"
 """The folder of configuration and tokenizer next to the shards."""
 
 
+RUN_TOKENIZER = "tokenizer"
+"""The folder of a run's tokenizer and chat template, where they are not its base model's."""
+
+
 @dataclass(frozen=True)
 class MegatronDirectory:
     """A checkpoint on disk."""

@@ -1,0 +1,33 @@
+"""The tokenizer and chat template that a run trained with, in the exports of its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlctl.checkpoints.hf.tokenizer_files import replace_tokenizer
+from rlctl.checkpoints.megatron.megatron_directory import RUN_TOKENIZER, MegatronDirectory, is_of_run, manifest_of
+from rlctl.checkpoints.model_source import Tell
+from rlctl.errors import InputError
+
+REPLACED = ("model.tokenizer", "model.chat_template")
+TIME = "model.chat_template_time"
+
+
+def take_tokenizer_of_run(found: MegatronDirectory, directory: Path, tell: Tell) -> None:
+    """Replace tokenizer and chat template of an export with those that the checkpoint's run trained with, where they
+    are not the base model's. `tell` says so, and reports what the run has not kept."""
+    if not is_of_run(found):
+        return
+    try:
+        config = manifest_of(found)["config"]
+    except (InputError, KeyError):
+        return
+    given = [key for key in REPLACED if config.get(key, {}).get("value")]
+    kept = found.shards.absolute().parents[2] / RUN_TOKENIZER
+    if kept.is_dir():
+        replace_tokenizer(directory, kept)
+        tell("tokenizer and chat template are those that the run trained with")
+    elif given:
+        tell(f"without the run's {' and '.join(given)}, which it has not kept: the base model's are in their place")
+    if time := config.get(TIME, {}).get("value"):
+        tell(f"the run's prompts say {time} ({TIME}); the exported chat template writes the time at which it is used")
