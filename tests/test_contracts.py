@@ -59,7 +59,8 @@ def test_resolving_one_configuration_class_loads_few_modules() -> None:
     steps, modules = done.stdout.splitlines()
     assert steps == "1"
     assert len(modules.split()) <= 30
-    assert {name.split(".")[1] for name in modules.split()} <= {"config", "settings", "errors"}
+    rooms = {name.split(".")[1] for name in modules.split()} - {"torchvision_on_cpu"}  # its .pth file
+    assert rooms <= {"config", "settings", "errors"}
 
 
 def test_modules_that_are_named_in_texts_are_not_above() -> None:

@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from rlctl.config.files import flush
 from rlctl.errors import InputError, MachineError, RlctlError
+from rlctl.telemetry.start_watch import bounded_wait
 
 FREE_SPACE_MARGIN = 1.02
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -41,7 +42,8 @@ def locked(destination: Path, waiting: Callable[[str], None]) -> Iterator[bool]:
         except Timeout:
             waiting(f"another process is writing {destination}; waiting for it")
             waited = True
-            lock.acquire()
+            with bounded_wait():
+                lock.acquire()
     except OSError as error:
         raise unwritable(destination, error) from error
     try:

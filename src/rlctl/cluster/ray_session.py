@@ -138,6 +138,8 @@ class BesideSession:
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
         """`tell`: see `ray_session`."""
         self.early = EarlyHosts()
+        self.when_there: Callable[[], None] = lambda: None
+        """Called when `wait` ends."""
         self._tell = tell
         self._logs: Path | None = None
         self._thread: threading.Thread | None = None
@@ -160,6 +162,7 @@ class BesideSession:
         """Wait until Ray is there; its logs go to `logs` if the block fails. Raises like `ray_session`."""
         self._logs = logs
         self._answered.wait()
+        self.when_there()
         error, self._error = self._error, None
         if error is not None:
             raise error

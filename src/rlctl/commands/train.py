@@ -134,7 +134,13 @@ def _train(command: str | None, context: typer.Context) -> None:
         return
     from rlctl.jobs import train as launch
 
-    summary = launch.train_grpo(resolved, resume=resume, quiet=not shows_progress(json_), allow_changes=allow_changes)
+    summary = launch.train_grpo(
+        resolved,
+        resume=resume,
+        quiet=not shows_progress(json_),
+        allow_changes=allow_changes,
+        own_process=OwnProcess.is_one,
+    )
     try:
         print_json(dataclasses.asdict(summary)) if json_ else show(summary.text())
     finally:

@@ -75,6 +75,7 @@ from rlctl.settings.run import LoggerName
 from rlctl.telemetry.loggers import wanted_loggers
 from rlctl.telemetry.metrics import Metric
 from rlctl.telemetry.phases import Phase
+from rlctl.telemetry.start_watch import bounded_wait
 from rlctl.training.method import Method, declared
 
 log = logging.getLogger(__name__)
@@ -290,8 +291,9 @@ def prepare_job(
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
     opened, time = prompts.encoder.opens_thought, config.model.chat_template_time
     scored = _scores(method, prompts)
-    rewards = mixed_rewards(listed, completion, apart=True, opened=opened, time=time) if scored else None
-    validation = method.open_validation(prompts, source.directory)
+    with bounded_wait():  # rewards are tried in processes with limits
+        rewards = mixed_rewards(listed, completion, apart=True, opened=opened, time=time) if scored else None
+        validation = method.open_validation(prompts, source.directory)
     _require_few_images(config, prompts, validation)
     own = teacher if method.reads_with_own_tokenizer else None
     projection = _projection(config, prompts, validation, own) if own else None

@@ -35,6 +35,7 @@ from rlctl.settings.config import RlctlConfig
 from rlctl.settings.training import OptimizerConfig, SchedulerConfig
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.metrics import read_metrics
+from rlctl.telemetry.start_watch import StartWatch
 from rlctl.training.loop import Loop
 from rlctl.training.schedule import learning_rate, weight_decay
 
@@ -58,15 +59,23 @@ UNLOADABLE = (
 
 
 def train_grpo(
-    resolved: Resolved, *, resume: bool, quiet: bool, allow_changes: bool = False, loop: type[Loop] | None = None
+    resolved: Resolved,
+    *,
+    resume: bool,
+    quiet: bool,
+    allow_changes: bool = False,
+    loop: type[Loop] | None = None,
+    own_process: bool = False,
 ) -> RunSummary:
     """Begin or continue a run; returns when it is finished or was asked to stop. `loop` takes the steps in place of
-    rlctl's own."""
+    rlctl's own. `own_process`: this process does nothing else, and ends where the start stands still."""
     with (
         Display(steps=resolved.config.run.steps, quiet=quiet) as display,
         StopRequest(display.say) as stop,
         BesideSession(display.say) as ray,
+        StartWatch(lambda: display.work, lambda: display.log, ends_process=own_process) as watch,
     ):
+        ray.when_there = watch.stop  # later waits have limits
         display.doing("reading model and data, planning")
         try:
             if resume:

@@ -126,6 +126,15 @@ class Display:
         """Line width: the terminal's, or a readable one for logs."""
         return self.console.width if self.in_terminal else LOG_WIDTH
 
+    @property
+    def work(self) -> str:
+        """The phase under way."""
+        return self._what
+
+    @property
+    def log(self) -> Path | None:
+        return self._log
+
     def say(self, text: str) -> None:
         self.note(text)
         self._print(text)
