@@ -42,6 +42,26 @@ def test_a_new_run_has_all_that_a_dry_run_asks_for(
     assert [(trial["completion"], trial["reward"]) for trial in first["trials"]] == [(answer, 1.0), ("No idea.", 0.0)]
 
 
+@pytest.mark.parametrize("name", ["sums.csv", "sums.json"])
+def test_data_in_other_forms_can_run(name: str, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"problem": f"{n} + 3?", "solution": f"{n + 3}"} for n in range(4)]
+    texts = {"sums.csv": "problem,solution\n" + "".join(f"{n} + 3?,{n + 3}\n" for n in range(4)), "sums.json": rows}
+    Path(name).write_text(texts[name] if name.endswith("csv") else json.dumps(rows))
+    assert (
+        rlctl(capsys, "init", "a", "-p", "laptop", "-m", str(tiny_llama), "--data", name, "--reward", "exact-match")[0]
+        == 0
+    )
+    code, out, err = rlctl(capsys, "train", "grpo", "--preset", "a/run.yaml", "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["config"]["data.prompt_field"]["value"] == "problem"
+
+
+def test_a_file_of_another_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("sums.xlsx").write_text("x")
+    code, _, err = rlctl(capsys, "init", "a", "-p", "laptop", "-m", "m", "--data", "sums.xlsx")
+    assert (code, "sums.xlsx: unknown kind of data file" in err) == (2, True)
+
+
 def test_data_of_ones_own_are_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sums.jsonl").write_text(ARROWS)
     assert rlctl(capsys, "init", "a/b", "-p", "1gpu", "-m", "x/y", "--data", "sums.jsonl", "--reward", "math-verify",

@@ -290,6 +290,23 @@ def test_an_environment_replaces_the_task_of_the_users_preset_with_a_note(tmp_pa
     assert (kept.data.name, kept.data.params, kept.environment.turns) == ("q.jsonl", {}, 3)
 
 
+@pytest.mark.parametrize("preset", ["laptop-sft", "laptop-dpo"])
+def test_a_presets_validation_needs_rows_of_the_data_that_replace_its_own(preset: str) -> None:
+    """A task makes other rows; a file has none unless some are held out or named."""
+
+    def validates(**values: Any) -> tuple[bool, int]:
+        found = resolve(preset, sets=[f"{key}={value}" for key, value in values.items()], environment={})
+        return found.config.validation.wanted, len(found.notes)
+
+    assert validates() == (True, 0)
+    assert validates(**{"data.name": "reasoning-gym:gcd"}) == (True, 0)
+    assert validates(**{"data.name": "chats.jsonl"}) == (False, 1)
+    assert validates(**{"data.sources": "[{name: a.jsonl}, {name: b.csv}]"}) == (False, 1)
+    assert validates(**{"data.name": "chats.jsonl", "validation.holdout": 4}) == (True, 0)
+    assert validates(**{"data.name": "chats.jsonl", "validation.data.name": "other.jsonl"}) == (True, 0)
+    assert validates(**{"data.name": "chats.jsonl", "validation.every": 5})[0]  # refused when the data is opened
+
+
 def test_data_replaces_the_environment_of_a_shipped_preset_alone(tmp_path: Path) -> None:
     assert not resolve("laptop-tools", sets=["data.name=q.jsonl"], environment={}).config.environment.wanted
     own = write(tmp_path / "own.yaml", "extends: laptop\nenvironment: {name: game.py:Game, turns: 3}\n")
@@ -302,7 +319,7 @@ def test_a_name_and_a_list_of_sources_replace_each_other(tmp_path: Path) -> None
     listed = write(tmp_path / "mix.yaml", "data: {sources: [{name: a.jsonl}, {name: b.jsonl, weight: 2}]}\n")
     mixed = resolve("laptop", files=[listed], environment={})
     assert (mixed.config.data.name, mixed.config.data.params) == (None, {})
-    assert [source.weight for source in mixed.config.data.sources] == [1, 2]
+    assert [source.weight for source in mixed.config.data.sources] == [None, 2]
     assert mixed.origin["data.sources"] == f"file {listed}"
     one = resolve("laptop", files=[listed], flags={"data.name": GivenFlag("--data", "c.jsonl")}, environment={})
     assert (one.config.data.name, one.config.data.sources) == ("c.jsonl", ())

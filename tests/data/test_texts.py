@@ -267,6 +267,7 @@ def test_pairs_share_their_prompt(tiny_llama: Path, tmp_path: Path) -> None:
         ({"messages": CHAT[2:]}, "texts", "begins with a message of the assistant"),
         ({"prompt": "What?", "completion": ""}, "texts", "field 'completion' is not a completion"),
         ({"prompt": "What?", "chosen": "a"}, "pairs", "no field 'rejected'"),
+        ({"prompt": "What?", "completion": "a"}, "pairs", "no field 'chosen'.*A row has `prompt`, `chosen` and `rej"),
         ({"chosen": "a", "rejected": "b"}, "pairs", "no field 'prompt'"),
         (
             dict.fromkeys(("prompt", "response1", "response2"), "a") | {"overall_preference": None},

@@ -187,6 +187,24 @@ def test_one_source_has_the_order_of_its_own(tiny_llama: Path, files: tuple[str,
     assert made.state() == {}
 
 
+def test_one_pass_over_two_files_has_each_row_once_also_after_rows_are_dropped(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    records = [
+        [{"prompt": "long " * 99 if n == 3 else f"{part} {n}"} for n in range(9 - 6 * part)] for part in range(2)
+    ]
+    names = [file(tmp_path, *rows, name=f"{part}.jsonl") for part, rows in enumerate(records)]
+    made = stream(tiny_llama, sources=[{"name": name} for name in names], too_long="drop")
+    made.leave_out_long(60, seed=3)
+    drawn = [str(made.prompt_at(position).prompt) for position in range(11)]
+    assert sorted(drawn) == sorted(row["prompt"] for rows in records for row in rows if len(row["prompt"]) < 9)
+
+
+def test_a_source_of_one_row_is_named(tiny_llama: Path, tmp_path: Path) -> None:
+    made = stream(tiny_llama, name=file(tmp_path, {"prompt": "a"}))
+    assert [note.endswith("has one row, on which every step trains") for note in made.notes()] == [True]
+
+
 def test_several_sources_take_turns_each_with_its_own_order_and_words(tiny_llama: Path, files: tuple[str, str]) -> None:
     sums, words = files
     made = stream(

@@ -53,7 +53,7 @@ FLAGS = {
     "data": Flag(
         list[str],
         "data.name",
-        "A JSON, CSV or Parquet file, a folder, a hub dataset, or reasoning-gym:<task>. Repeat to mix.",
+        "File (JSON, CSV, Parquet), folder, hub dataset, or reasoning-gym:<task>. Repeatable.",
         "SOURCE",
     ),
     "prompt_field": Flag(str, "data.prompt_field", "Data column with the prompt.", "NAME"),
@@ -232,6 +232,11 @@ def resolve_config(
 
     if params.get("steps") is not None and params.get("epochs") is not None:
         raise InputError("--steps and --epochs both set the length of the run.", "Give one of them.")
+    if params.get("lora") == 0:
+        raise InputError(
+            f"{LORA} 0: adapters have a rank of at least 1.",
+            f"Leave {LORA} out to train all weights; --set training.lora.rank=0 replaces a rank of a file or preset.",
+        )
     stored = None
     if params.get("resume"):
         from rlctl.jobs.train import values_of_run as stored

@@ -119,6 +119,11 @@ class Command(TyperCommand):
         ]
         _, _, given = self.make_parser(ctx).parse_args(args=list(filled))
         ctx.meta[GIVEN] = [param.name for param in given]
+        for param in given:
+            named = [[one for one in names if one in filled] for names in (param.opts, param.secondary_opts)]
+            if all(named) and given.count(param) > 1:
+                (first, *_), (other, *_) = named
+                raise InputError(f"{first} and {other} contradict each other.", "Give one of them.")
         return super().parse_args(ctx, filled)
 
     def make_parser(self, ctx: Any) -> Any:

@@ -55,6 +55,12 @@ TASK_KEYS = (
 )  # fmt: skip
 """Preset keys of a prompt and reward task, which an environment replaces."""
 
+VALIDATES = ("validation.every", "validation.at_start", "validation.at_end")
+ROWS_OF_VALIDATION = ("validation.holdout", "validation.data.name")
+"""Keys that make a run validate, and those that name rows for it; tasks make other rows by themselves."""
+MADE = ("reasoning-gym:", "drawn-shapes")
+"""Beginnings of the names of such tasks."""
+
 OTHER_WAY = {"data.name": "data.sources", "data.sources": "data.name"}
 """Alternative keys for one setting; the stronger source's key replaces the other."""
 
@@ -251,6 +257,10 @@ class PresetSource(Source):
         if self._own_file and dropped:
             named = self.stronger(ENVIRONMENT)[0]
             self.notes = (f"note: environment {named} replaces {', '.join(dropped)} of preset {self._own_file}",)
+        if any(map(self._without_rows, self.values)):
+            why = "the preset validates, and this data has no rows for it"
+            give = "--set validation.holdout=N holds rows out, and --val-data names others"
+            self.notes = (*self.notes, f"note: no validation: {why}; {give}")
         return nested
 
     def superseded(self, value: Value) -> bool:
@@ -259,6 +269,7 @@ class PresetSource(Source):
         return (
             super().superseded(value)
             or self._other_task(value)
+            or self._without_rows(value)
             or any(
                 owner in self.named and self._replaced(owner) and _is_of(value.key, owned)
                 for owner, owned in BELONGS_TO.items()
@@ -272,6 +283,18 @@ class PresetSource(Source):
         if value.key.startswith("environment."):
             return not self._own_file and not self.stronger(ENVIRONMENT) and any(map(self._names, OTHER_WAY))
         return _is_of(value.key, TASK_KEYS) and self._names(ENVIRONMENT) and self._replaced(ENVIRONMENT)
+
+    def _without_rows(self, value: Value) -> bool:
+        """Return whether the value asks for a validation, and data that replaces the preset's has no rows for it."""
+        if value.key not in VALIDATES or not value.value or not self._replaced("data.name"):
+            return False
+        (name,) = self.stronger("data.name") or ("",)
+        held = {one.key: one.value for one in self.values} | self._stronger_rows()
+        return not str(name).startswith(MADE) and not any(held.get(key) for key in ROWS_OF_VALIDATION)
+
+    def _stronger_rows(self) -> dict[str, Any]:
+        stronger = flatten({"validation": self.current_state.get("validation", {})}, "", self.schema)
+        return {one.key: one.value for one in stronger}
 
     def _names(self, owner: str) -> bool:
         return any(self.stronger(owner))

@@ -58,6 +58,10 @@ LARGEST_NUMBER = float(np.finfo(np.float32).max)
 """Largest number that a field may hold: columns are float32."""
 THINK = "<think>"
 ANSWER_MARK = "rlctl-answer"
+FORMS_OF_PAIRS = (
+    "A row has `prompt`, `chosen` and `rejected`, or `chosen` and `rejected` conversations that begin alike, or a "
+    "prompt with ranked `completions`, or HelpSteer3's fields. Rows with one answer are for `train sft`."
+)
 _MARK = re.compile(r"\{%-?\s*generation\b")
 Completion = str | Messages
 """The text after a prompt: one answer, or an answer and the messages after it."""
@@ -146,7 +150,7 @@ def _pair_from_record(record: Mapping[str, Any], index: int, where: str, data: D
         record = {**({PROMPT: record[CONTEXT]} if CONTEXT in record else {}), **record, **pair}
     for name in (CHOSEN, REJECTED):
         if name not in record:
-            raise without_field(name, "", record, where)
+            raise without_field(name, "", record, where, FORMS_OF_PAIRS)
     chosen, rejected = (_completion(record[name], name, where) for name in (CHOSEN, REJECTED))
     if not isinstance(chosen, str) and not isinstance(rejected, str) and chosen[0]["role"] != ASSISTANT:
         pairs = zip(chosen, rejected, strict=False)
@@ -245,10 +249,10 @@ def _first_trained(messages: Messages, where: str, *, last: bool) -> int:
     return places[-1] if last else places[0]
 
 
-def without_field(name: str, flag: str, record: Mapping[str, Any], where: str) -> InputError:
-    """Return the error of a record that lacks a field; `flag` names another one."""
+def without_field(name: str, flag: str, record: Mapping[str, Any], where: str, forms: str = "") -> InputError:
+    """Return the error of a record that lacks a field; `flag` names another one, and `forms` are those of a row."""
     hint = f"Its fields are {', '.join(record) or 'none'}{f'; name the right one with {flag} NAME' if flag else ''}."
-    return InputError(f"{where}: no field {name!r}.", hint)
+    return InputError(f"{where}: no field {name!r}.", f"{hint} {forms}".strip())
 
 
 def trained_texts(

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 GOOD, BAD = "good", "bad"
 LABEL = "label"
 """Field that says whether a completion is good."""
+FORM = "A row has `prompt`, `completion` and a `label` that is true or false. Pairs are for `train dpo`."
 TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 """Values of that field, also as texts of a CSV file."""
 
@@ -51,7 +52,7 @@ class LabelRows(RowType):
 
     def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
         if LABEL not in record:
-            raise without_field(LABEL, "", record, where)
+            raise without_field(LABEL, "", record, where, FORM)
         good = TRUTH.get(str(record[LABEL]).lower())
         if good is None:
             raise InputError(f"{where}: the field {LABEL!r} is neither true nor false.", "It says whether it is good.")

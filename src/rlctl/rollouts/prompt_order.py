@@ -288,6 +288,8 @@ class PromptStream:
         found = [*self._fitted]
         for source in self.sources:
             found += source.prompts.notes
+            if len(source.prompts) == 1 and source.prompts[0].prompt:
+                found.append(f"{source.label or source.prompts.label} has one row, on which every step trains")
             held = [row for row in rows[source.label] if source.encoder.controls_in(row, texts=self.kind == "text")]
             for row in held:
                 self.tokens(row)
