@@ -67,6 +67,17 @@ def test_part_of_the_credit_has_a_metric_of_its_own() -> None:
     assert "majority@1" not in found
 
 
+def test_rewards_that_call_nothing_right_are_compared_by_their_mean() -> None:
+    """A function whose values stay below 1 calls no completion right, before or after training."""
+    before, after = ([[Sampled(False, value + prompt / 100)] for prompt in range(8)] for value in (0.3, 0.6))
+    one, other = (metrics_of(prompts, [1], judged=False) for prompts in (before, after))
+    assert [*one] == ["score@1", "mean@1", "pass@1"]
+    assert paired_difference(one["mean@1"], other["mean@1"]).p == 1
+    found = paired_difference(one["score@1"], other["score@1"])
+    assert (found.value, found.p) == (pytest.approx(0.3), pytest.approx(2 / 2**8))
+    assert [*metrics_of([[Sampled(True, 1.0)]], [1], judged=False)] == ["score@1", "mean@1", "pass@1"]
+
+
 def test_a_paired_test_of_few_prompts_is_the_sign_test() -> None:
     """All of 6 prompts better by as much: of 64 sign changes two are as extreme."""
     one, other = Estimate.of([0.0] * 6), Estimate.of([1.0] * 6)

@@ -512,6 +512,8 @@ def _record(one: Encoded, task: Task, group: RolloutGroup, rollout: Rollout, sam
 
 def _result(job: Evaluation, task: Task, model: str, file: SampleFile) -> Result:
     there = file.samples(task.label, model)
-    found = [[there[row, sample] for sample in range(job.samples)] for row in task.rows]
-    prompts = [[Sampled(one["right"], one["score"], one["answer_given"]) for one in group] for group in found]
-    return Result(task.label, model, len(prompts), len(prompts) * job.samples, metrics_of(prompts, job.ks))
+    groups = [[there[row, sample] for sample in range(job.samples)] for row in task.rows]
+    prompts = [[Sampled(one["right"], one["score"], one["answer_given"]) for one in group] for group in groups]
+    judged = task.rewards is not None and task.rewards.accuracy_by is not None
+    found = metrics_of(prompts, job.ks, judged=judged)
+    return Result(task.label, model, len(prompts), len(prompts) * job.samples, found)

@@ -88,19 +88,21 @@ def default_ks(samples: int) -> list[int]:
     return sorted({2**power for power in range(samples.bit_length())} | {samples})
 
 
-def metrics_of(prompts_P: Sequence[Sequence[Sampled]], ks: Sequence[int]) -> dict[str, Estimate]:
-    """Return `mean@n`, `pass@k`, with several samples `majority@n`, and with partial credit `score@n`. Raises
-    ValueError if k exceeds n."""
+def metrics_of(
+    prompts_P: Sequence[Sequence[Sampled]], ks: Sequence[int], *, judged: bool = True
+) -> dict[str, Estimate]:
+    """Return `mean@n`, `pass@k`, with several samples `majority@n`, and with partial credit `score@n`. `judged`: a
+    scorer decides which answers are right; else `score@n` comes first. Raises ValueError if k exceeds n."""
     n = len(prompts_P[0])
-    values: dict[str, Callable[[Sequence[Sampled]], float]] = {
-        f"mean@{n}": lambda samples: float(np.mean([one.right for one in samples]))
-    }
+    score = {f"score@{n}": lambda samples: float(np.mean([one.score for one in samples]))}
+    values: dict[str, Callable[[Sequence[Sampled]], float]] = {} if judged else {**score}
+    values[f"mean@{n}"] = lambda samples: float(np.mean([one.right for one in samples]))
     for k in ks:
         values[f"pass@{k}"] = lambda samples, k=k: pass_at_k(n, sum(one.right for one in samples), k)
     if n > 1:
         values[f"majority@{n}"] = majority
     if any(one.score != one.right for samples in prompts_P for one in samples):
-        values[f"score@{n}"] = lambda samples: float(np.mean([one.score for one in samples]))
+        values |= score
     return {name: Estimate.of([value(samples) for samples in prompts_P]) for name, value in values.items()}
 
 
