@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlctl.data.chat import PromptEncoder, load_tokenizer
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.errors import InputError
 from rlctl.settings.data import DataConfig, ModelConfig
@@ -131,7 +133,10 @@ def test_a_role_that_the_template_leaves_out_is_refused(tiny_llama: Path) -> Non
 
 def test_a_template_without_a_place_for_tools_gets_a_system_prompt(tiny_llama: Path) -> None:
     turns = encoder(tiny_llama, PLAIN, tools=True)
-    assert turns.encoder.system_prompt == "Call it."
+    row = PromptRow(0, "row 1", [{"role": "system", "content": "Be brief."}, *USER], None)
+    for prompt, system in ((row.prompt, "Be brief.\n\nCall it."), ("Go on.", "Call it.")):
+        messages = turns.encoder.messages(replace(row, prompt=prompt))
+        assert [one["content"] for one in messages] == [system, "Go on."]
     assert turns.tool_role == "user"
 
 

@@ -24,12 +24,13 @@ GOOD: dict[str, Any] = {
         ({"stop_reasons": {"length": 2, "stop": 2}}, "! 50% cut off", "Raise --max-new-tokens"),
         ({"answered_fraction": 0.0}, "! 100% without an answer", "reward.extract"),
         ({"groups_without_signal": 1.0}, "! nothing to learn", "more --generations"),
+        ({"environment": {"tool_calls": 0.0}, "groups_without_signal": 1.0}, "! no tool called", "form of a call"),
     ],
 )
 def test_a_condition_is_in_the_step_line_the_summary_and_the_report(
     more: dict[str, Any], mark: str, advice: str
 ) -> None:
-    bad = GOOD | more
+    bad = GOOD | {"environment": {"tool_calls": 1.0}} | more
     for line in (step_line(1, 3, bad, plain=True), step_line(1, 3, bad, plain=False, width=200)):
         assert mark in line
         assert mark not in step_line(1, 3, GOOD, plain=True)

@@ -103,6 +103,8 @@ class PromptEncoder:
     """Whether the model takes images."""
     trusts_code: bool = False
     """Whether code that comes with the model may run (`model.trust_remote_code`)."""
+    instructions: str = ""
+    """Description of the tools at the end of each system prompt, for a template that has no place for them."""
 
     @classmethod
     def build(
@@ -264,7 +266,7 @@ class PromptEncoder:
         """Return the row's messages with system prompt, prompt template and suffix; none if the environment begins by
         itself."""
         if not row.prompt:
-            return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+            return self.instructed([{"role": "system", "content": self.system_prompt}] if self.system_prompt else [])
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
         last = messages[-1]
         text = last["content"].lstrip(MARK)
@@ -274,7 +276,15 @@ class PromptEncoder:
         messages[-1] = {**last, "content": first + text + self.prompt_suffix}
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
-        return messages
+        return self.instructed(messages)
+
+    def instructed(self, messages: Messages) -> list[Message]:
+        """Return messages whose system prompt ends with `instructions`."""
+        first = messages[0] if messages and messages[0]["role"] == "system" else {"role": "system", "content": ""}
+        rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
+        if not self.instructions:
+            return list(messages)
+        return [{**first, "content": f"{first['content']}\n\n{self.instructions}".lstrip("\n")}, *rest]
 
     def render(self, messages: Messages, where: str = "a first message", *, answered: bool = False) -> str:
         """Render messages up to the next answer, or `answered` up to the last one's end. Control-token texts are hidden

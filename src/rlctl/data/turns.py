@@ -206,7 +206,7 @@ def _named(messages: Sequence[Message]) -> list[Message]:
 def with_tools(
     encoder: PromptEncoder, schemas: Sequence[dict[str, Any]], instructions: str
 ) -> tuple[PromptEncoder, bool]:
-    """Return the prompt encoder with tools, and whether the template shows them; otherwise `instructions` precede the
+    """Return the prompt encoder with tools, and whether the template shows them; otherwise `instructions` end each
     system prompt."""
     if not schemas:
         return encoder, True
@@ -215,5 +215,4 @@ def with_tools(
     name = schemas[0]["function"]["name"]
     if encoder.template is not None and name in shown.render(user) and name not in encoder.render(user):
         return shown, True
-    system = "\n\n".join(filter(None, (encoder.system_prompt, instructions)))
-    return replace(encoder, system_prompt=system), False
+    return replace(encoder, instructions=instructions), False

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from rlctl.cluster.workers import WorkerGroup, telling_waits
 from rlctl.config.files import write_json
 from rlctl.data.image_rows import shown_prompt
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
-from rlctl.errors import RlctlError, WorkerError
+from rlctl.errors import InputError, RlctlError, WorkerError
 from rlctl.jobs.kept_tokenizer import keep_tokenizer
 from rlctl.jobs.prepare import Job, loggers_of
 from rlctl.jobs.report import LiveReport, write_report
@@ -37,13 +38,14 @@ from rlctl.rollouts.source import RolloutBatch, RolloutSource
 from rlctl.rollouts.validation import Validated, Validation
 from rlctl.runs.directory import Checkpoint, RunDirectory
 from rlctl.runs.interrupt import StopRequest
-from rlctl.runs.samples import Sample, chosen, one_line
+from rlctl.runs.samples import Sample, chosen, one_line, read_samples
 from rlctl.runs.thumbnails import thumbnails
 from rlctl.settings.run import BatchConfig
+from rlctl.telemetry.conversation import conversation
 from rlctl.telemetry.display import Display
-from rlctl.telemetry.headline import Mean, MetricChange, error_of, findings, headline, removed
+from rlctl.telemetry.headline import Mean, MetricChange, calls_nothing, error_of, findings, headline, removed
 from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
-from rlctl.telemetry.metrics import LOSS, MetricsFile
+from rlctl.telemetry.metrics import LOSS, Metrics, MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
 from rlctl.telemetry.terminal import colored
 from rlctl.training.agreement import error_limit
@@ -55,6 +57,8 @@ from rlctl.training.saving import Saver, newest_intact
 
 SHOWN_METRICS = ("reward_mean", "accuracy")
 """Metrics of rewards, which a run without them does not have."""
+SHOWN_CHARACTERS = 300
+"""Characters of a completion that called no tool."""
 SAMPLES_EVERY = 10
 """Steps between two looks at samples in a terminal, where run.show_samples is unset."""
 
@@ -148,7 +152,7 @@ def run_training(
         steps=steps,
         interrupted=interrupted,
         headline=headline(lines),
-        findings=tuple(findings(lines)),
+        findings=(*findings(lines), *_uncalled(job, run, lines)),
         removed=tuple(removed(lines)),
         stopped_by=stop.by if interrupted else None,
         seconds=time.perf_counter() - started,
@@ -315,6 +319,18 @@ def _rollouts(
 def _scorers(job: Job, workers: WorkerGroup[RewardWorker] | None, policy: PolicyClient) -> Scorers | None:
     model = None if job.config.named_teacher else policy.teacher
     return None if workers is None else Scorers(workers, model, job.rewards is not None and job.rewards.compares)
+
+
+def _uncalled(job: Job, run: RunDirectory, lines: Sequence[Metrics]) -> Iterator[str]:
+    """Yield a completion of a run that called no tool, next to the form of a call."""
+    if job.prompts.environment is None or not calls_nothing(lines):
+        return
+    with contextlib.suppress(InputError):  # a run may keep no samples
+        said = conversation(read_samples(run.path)[0])
+        first = next((one.text for one in said if one.role == "assistant"), said[-1].text)
+        yield f"The first completion: {textwrap.shorten(repr(first), SHOWN_CHARACTERS, placeholder=' ...')}"
+    if example := job.prompts.environment.example:
+        yield f"A call of a tool: {example!r}"
 
 
 def _keep_memory(run: RunDirectory, workers: RunWorkers, display: Display) -> None:

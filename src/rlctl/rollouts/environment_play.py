@@ -7,8 +7,11 @@ environment's failure costs its episode, which is first played again with the sa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os.path import commonprefix
 from typing import Any
 
 from rlctl.backends.messages import GroupRequest
@@ -50,6 +53,8 @@ class EnvironmentPlay:
     """Notes for the user before the run."""
     max_length: int = 0
     """Most tokens of an episode."""
+    example: str = ""
+    """A call as the model is to write it; empty: without tools, or unknown."""
 
     @classmethod
     def open(cls, config: RolloutConfig, encoder: PromptEncoder, row: PromptRow) -> EnvironmentPlay | None:
@@ -93,19 +98,35 @@ class EnvironmentPlay:
             form = form_of(shown) if schemas and knows else "hermes"
         plan = replace(host.plan, schemas=schemas_of_tools, form=form, tool_role=turns.tool_role)
         notes = list(filter(None, [note, turns.note]))
+        example = ""
         if schemas:
+            example = written_call(shown, next(iter(schemas.values())), knows=knows)
             told = "" if knows else "; the chat template has no place for tools, so the system prompt describes them"
-            notes.append(f"tools: {', '.join(schemas)}; calls are written as {form} writes them{told}")
+            written = f": {example!r}" if example else ""
+            notes.append(f"tools: {', '.join(schemas)}; calls are written as {form} writes them{written}{told}")
         if reply.ask is not None:  # each conversation shows its own tools
             turns = replace(turns, encoder=encoder.with_ends(turns.encoder.stop_token_ids))
-        play = cls(plan, turns, limits, reply, tuple(notes))
-        if play.opened(row, turns.encoder).media and turns.drops:
+        play = cls(plan, turns, limits, reply, tuple(notes), example=example)
+        opened = play.opened(row, turns.encoder)
+        play.require_shown(schemas, opened, row)
+        if opened.media and turns.drops:
             raise InputError(
                 f"environment.thinking = template: {row.where} has images, and a context with images is not written "
                 "without its thoughts.",
                 "Leave it out: thoughts then stay in the context.",
             )
         return play
+
+    def require_shown(self, names: Iterable[str], prompt: EncodedPrompt, row: PromptRow) -> None:
+        """Raise InputError for a tool that the model does not read of in a first prompt."""
+        text = str(self.turns.encoder.tokenizer.decode(list(prompt.tokens), skip_special_tokens=False))
+        of_tokens = self.opening.ask is not None and self.opening.ask.tokens
+        if hidden := [] if of_tokens else [name for name in names if name not in text]:
+            raise InputError(
+                f"{row.where}: the prompt does not show the tool {hidden[0]!r} to the model, because the chat template "
+                "leaves it out.",
+                "Give a template that shows tools with --chat-template, or describe them in the data's system message.",
+            )
 
     def showing_tools(self, encoder: PromptEncoder) -> PromptEncoder:
         """Return the encoder of a source's prompts, with the tools of the run."""
@@ -123,6 +144,7 @@ class EnvironmentPlay:
             return EncodedPrompt(tuple(ask.tokens)), told
         messages = [*prompt, *reply.messages] if ask is None else self.told(ask.messages)
         encoder = self._telling(row) if ask is None else showing(self.turns.encoder, ask.tools)[0]
+        messages = messages if ask is None else encoder.instructed(messages)
         self.turns.require_roles(reply.messages if ask is None else messages, ("system", "user", "assistant", "tool"))
         if not messages:
             raise InputError(
@@ -380,6 +402,25 @@ def form_of(encoder: PromptEncoder) -> str:
             "Name the format: --set environment.tool_format=hermes; `rlctl config schema` lists them.",
         )
     return found
+
+
+def written_call(encoder: PromptEncoder, schema: Mapping[str, Any], *, knows: bool) -> str:
+    """Return a call of a tool as the template writes it, or as the system prompt says; empty if it writes none."""
+    function = schema["function"]
+    parameters = function.get("parameters", {})
+    names = parameters.get("required") or parameters.get("properties", {})
+    called = {"name": function["name"], "arguments": {name: "..." for name in names}}
+    if not knows:
+        return f"<tool_call>\n{json.dumps(called)}\n</tool_call>"
+    user = {"role": "user", "content": "?"}
+    call = {"id": "call00000", "type": "function", "function": called}
+    with contextlib.suppress(InputError):
+        written = encoder.render([user, {"role": "assistant", "content": "", "tool_calls": [call]}], answered=True)
+        text = written[len(commonprefix([written, encoder.render([user])])) :].strip()  # noqa: RUF071 - of texts
+        for end in encoder.tokenizer.convert_ids_to_tokens(list(encoder.stop_token_ids)):
+            text = text.removesuffix(str(end)).rstrip()
+        return text if function["name"] in text else ""
+    return ""
 
 
 def episode_seed(run_seed: int, position: int) -> int:

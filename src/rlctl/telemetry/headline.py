@@ -125,6 +125,14 @@ class Condition:
         return (self.share(metrics) or 0.0) > self.above
 
 
+NO_CALLS = Condition(
+    lambda metrics: float(metrics.get("environment", {}).get("tool_calls", 1) == 0),
+    0.999,
+    "no tool called",
+    "no completion called a tool, or none in a form that can be read",
+    "Compare a completion with the form of a call, which --dry-run shows. A model that was not trained for tools learns "
+    "the form by train sft, or needs an example in data.system_prompt.",
+)
 NO_SIGNAL = Condition(
     lambda metrics: metrics.get("groups_without_signal"),
     0.999,
@@ -134,6 +142,7 @@ NO_SIGNAL = Condition(
     "credit.",
 )
 CONDITIONS = (
+    NO_CALLS,
     Condition(
         lambda metrics: metrics.get("stop_reasons", {}).get("length", 0) / metrics.get("sampled_rollouts", math.inf),
         0.25,
@@ -161,8 +170,14 @@ def marks(metrics: Metrics) -> str:
 
 def findings(lines: Sequence[Metrics]) -> list[str]:
     """Return a sentence with advice for each condition that held in some of the steps and still holds in half of the
-    last fifth: training removes some by itself."""
-    return [f"{_told(one, lines)}. {one.advice}" for one in CONDITIONS if _held(one, lines) and _lasts(one, lines)]
+    last fifth: training removes some by itself. Where no tool is called, equal rewards follow from it."""
+    found = [one for one in CONDITIONS if _held(one, lines) and _lasts(one, lines)]
+    return [f"{_told(one, lines)}. {one.advice}" for one in found if one is not NO_SIGNAL or NO_CALLS not in found]
+
+
+def calls_nothing(lines: Sequence[Metrics]) -> bool:
+    """Return whether the model called no tool to the end, though it has some."""
+    return bool(lines) and bool(_held(NO_CALLS, lines)) and _lasts(NO_CALLS, lines)
 
 
 def removed(lines: Sequence[Metrics]) -> list[str]:
