@@ -111,6 +111,26 @@ class Beyond(Reinforce):
     def advantages(self, rewards_G):
         return rewards_G[[len(rewards_G)]]
 
+class Undeclared(Algorithm):
+    def advantages(self, rewards_G):
+        return rewards_G
+
+    def token_loss(self, batch):
+        return -batch.logprobs_R * batch.advantages_R
+
+    def measure(self, batch):
+        return {"spread": batch.advantages_R}
+
+class Unmeasured(Undeclared):
+    metrics = (Metric("focus", "mean"),)
+
+    def measure(self, batch):
+        return {}
+
+class Failing(Undeclared):
+    def measure(self, batch):
+        return {"spread": batch.no_such_column}
+
 class Batch(Reinforce):
     def batch_advantages(self, groups):
         return [group.rewards_G for group in groups[1:]]
@@ -273,6 +293,9 @@ def test_a_file_that_holds_no_algorithm_is_refused(tmp_path: Path) -> None:
         ("Unbounded", r"returned \[nan, .* not finite for 8 rollouts with the rewards \[1, 1"),
         ("Beyond", r"raised IndexError: .*own.py, line .*, in advantages"),
         ("Batch", "batch_advantages of the .* returned 2 arrays for 3 groups"),
+        ("Undeclared", "own.py:Undeclared measures 'spread', which its `metrics` do not declare"),
+        ("Unmeasured", "declares the metric 'focus' in `metrics`, and its `measure` does not return it"),
+        ("Failing", "raised AttributeError: .*no_such_column.*own.py, line .*, in measure"),
     ):
         with pytest.raises(InputError, match=said):
             configured(run={"algorithm": f"{file}:{name}"})

@@ -278,7 +278,7 @@ class PromptEncoder:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return self.instructed(messages)
 
-    def instructed(self, messages: Messages) -> list[Message]:
+    def instructed(self, messages: Messages) -> Messages:
         """Return messages whose system prompt ends with `instructions`."""
         first = messages[0] if messages and messages[0]["role"] == "system" else {"role": "system", "content": ""}
         rest = messages[1:] if messages and messages[0]["role"] == "system" else messages

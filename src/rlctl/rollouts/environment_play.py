@@ -409,7 +409,7 @@ def written_call(encoder: PromptEncoder, schema: Mapping[str, Any], *, knows: bo
     function = schema["function"]
     parameters = function.get("parameters", {})
     names = parameters.get("required") or parameters.get("properties", {})
-    called = {"name": function["name"], "arguments": {name: "..." for name in names}}
+    called = {"name": function["name"], "arguments": dict.fromkeys(names, "...")}
     if not knows:
         return f"<tool_call>\n{json.dumps(called)}\n</tool_call>"
     user = {"role": "user", "content": "?"}

@@ -130,8 +130,8 @@ NO_CALLS = Condition(
     0.999,
     "no tool called",
     "no completion called a tool, or none in a form that can be read",
-    "Compare a completion with the form of a call, which --dry-run shows. A model that was not trained for tools learns "
-    "the form by train sft, or needs an example in data.system_prompt.",
+    "Compare a completion with the form of a call, which --dry-run shows. A model that was not trained for tools "
+    "learns the form by train sft, or needs an example in data.system_prompt.",
 )
 NO_SIGNAL = Condition(
     lambda metrics: metrics.get("groups_without_signal"),

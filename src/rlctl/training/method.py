@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -21,13 +22,15 @@ import numpy as np
 
 from rlctl.backends.batch import AdvantageEstimate, LossOutput, MicroBatchLoss, MinibatchResult, TokenBatch, TrainBatch
 from rlctl.backends.messages import Truncation
+from rlctl.child import call_in_child
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.data.row_types import PROMPTS, RowType
+from rlctl.errors import InputError
 from rlctl.rollouts.source import RolloutSource
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.training import LogprobColumn
 from rlctl.telemetry.metrics import TOKENS, Metric, nested
-from rlctl.training.user_loss import UserLoss
+from rlctl.training.user_loss import TRIAL_TIMEOUT_S, UserLoss, made_up_batch
 
 if TYPE_CHECKING:
     import torch
@@ -163,7 +166,8 @@ class Method(ABC):
     def try_out(self, what: str) -> None:
         """Raise InputError where a method from outside rlctl, called `what` in messages, does not work on made-up
         data."""
-        return
+        if getattr(self.made_by, "code", None) or getattr(self.made_by, "package", None):  # a child can import it
+            call_in_child(f"the trial of the {what}", partial(_try_loss, self, what), limit_s=TRIAL_TIMEOUT_S)
 
     @abstractmethod
     def workload(self, facts: ModelFacts, tokens: int | None = None) -> Workload:
@@ -343,6 +347,21 @@ def _made(make: Callable[[Any], Method], config: RlctlConfig, loss: UserLoss | N
     return method
 
 
+def _try_loss(method: Method, what: str) -> None:
+    """Compute the loss and the metrics of two made-up rollouts. Raises InputError where that fails."""
+    try:
+        RunLoss(method)(made_up_batch(method.needs, method.teacher_top))
+    except InputError:
+        raise
+    except Exception as error:
+        if method.rows is not PROMPTS or method.valued:
+            return  # a row of its own may have columns that made-up rollouts lack
+        code = getattr(method.made_by, "code", None)
+        if code is not None:
+            raise code.error(error, "computing the loss of made-up rollouts") from error
+        raise InputError(f"The {what} raised {type(error).__name__}: {error} (computing a loss).") from error
+
+
 def declared(method: Method) -> tuple[Metric, ...]:
     """Return the metrics of a run of `method` that are computed while it trains."""
     return (*method.always_measured, *method.metrics)
@@ -385,13 +404,20 @@ class RunLoss:
             return self._reduced(loss, values, batch.counted_R)
 
     def _reduced(self, loss: torch.Tensor, values: dict[str, torch.Tensor], mask_R: torch.Tensor) -> LossOutput:
-        """Raise ValueError where the method measures other metrics than it declares."""
+        """Raise InputError where the method measures other metrics than it declares."""
         import torch
 
         reductions = {metric.name: metric.reduce for metric in declared(self.method)}
         if reductions.keys() != values.keys():
-            odd = sorted(reductions.keys() ^ values.keys())
-            raise ValueError(f"metrics declared and measured by the method differ: {', '.join(odd)}")
+            name, odd = self.method.config.run.algorithm, sorted(reductions.keys() ^ values.keys())[0]
+            if odd in values:
+                declaration = f'metrics = (Metric("{odd}", "mean"),)'
+                hint = f"Declare it in the class: {declaration}, from rlctl.telemetry.metrics."
+                raise InputError(f"Algorithm {name} measures {odd!r}, which its `metrics` do not declare.", hint)
+            raise InputError(
+                f"Algorithm {name} declares the metric {odd!r} in `metrics`, and its `measure` does not return it.",
+                "Return it for every batch, or leave it out of `metrics`.",
+            )
         dtype = loss.dtype
         sums, maxima = {TOKENS: mask_R.to(dtype).sum()}, {}
         for name, value in values.items():

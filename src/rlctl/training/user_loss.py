@@ -94,10 +94,8 @@ class UserLoss:
         return self.params
 
 
-def trial(
-    loss: UserLoss, options: Section, needs: frozenset[str] = frozenset(), teacher_top: int = 0
-) -> tuple[str, ...]:
-    """Call the function once on two made-up rollouts with a run's columns; return the names of its metrics."""
+def made_up_batch(needs: frozenset[str] = frozenset(), teacher_top: int = 0) -> TokenBatch:
+    """Return two made-up rollouts with a run's columns."""
     import torch
 
     generator, tokens, top = torch.Generator().manual_seed(0), TRIAL_TOKENS, teacher_top
@@ -107,7 +105,7 @@ def trial(
 
     logprobs_R = near(torch.full((tokens,), -2.0))
     trained_R, old_R = logprobs_R.clone().requires_grad_(), near(logprobs_R)
-    batch = TokenBatch(
+    return TokenBatch(
         logprobs_R=trained_R,
         entropy_R=torch.ones(tokens),
         rollout_logprobs_R=near(logprobs_R),
@@ -123,6 +121,15 @@ def trial(
         full_logprobs_R=trained_R,
         old_full_logprobs_R=old_R if "old_logprobs" in needs else None,
     )
+
+
+def trial(
+    loss: UserLoss, options: Section, needs: frozenset[str] = frozenset(), teacher_top: int = 0
+) -> tuple[str, ...]:
+    """Call the function once on two made-up rollouts with a run's columns; return the names of its metrics."""
+    import torch
+
+    batch = made_up_batch(needs, teacher_top)
     try:
         loss_R, values = loss(batch, options)
         if not loss_R.requires_grad:

@@ -80,6 +80,7 @@ class Algorithm(Method):
 
     def try_out(self, what: str) -> None:
         require_advantages(self, self.config.batch.generations, what)
+        super().try_out(what)
 
     def workload(self, facts: ModelFacts, tokens: int | None = None) -> Workload:
         from rlctl.planner.from_config import rollout_workload
