@@ -374,7 +374,10 @@ def _with_answers(
             answer = whole[len(before) : end[0]]
             ends.add(end[1])
         if before is None or not (answer or whole.startswith(after)):
-            raise _no_place(encoder, place, len(messages), where)
+            found = _located(encoder, messages, place, whole, where)
+            if found is None or len(found[0]) < max(cuts, default=0):
+                raise _no_place(encoder, place, len(messages), where)
+            before, answer = found
         calls = [call["function"] for call in messages[place].get("tool_calls", ())]
         said_there = [messages[place][name] for name in ("content", *THOUGHTS) if name in messages[place]]
         said_there += [word for one in calls for word in (one["name"], *one["arguments"])]
@@ -425,6 +428,27 @@ def _header(encoder: PromptEncoder, before: Messages, whole: str, where: str) ->
     header = re.sub(r"<[^<>]*\Z", "", _shared(prompt, answered))  # `<think>` and `</think>` begin alike
     found = len(closed) < len(header) and header.startswith(closed) and whole.startswith(header)
     return header if found and ANSWER_MARK in answered else None
+
+
+def _located(encoder: PromptEncoder, messages: Messages, place: int, whole: str, where: str) -> tuple[str, str] | None:
+    """Return the conversation up to an answer, and the answer with its end token, by where it differs from a rendering
+    with another answer; None: unknown. For templates that write an answer otherwise once a question follows it, as
+    Qwen3's, which then leaves out the thought."""
+    other = [*messages]
+    other[place] = {"role": ASSISTANT, "content": ANSWER_MARK}
+    another = encoder.render(other, where, answered=True)
+    first = len(_shared(whole, another))
+    last = max(first, len(whole) - len(_shared(whole[::-1], another[::-1])))
+    closed, prompt = (encoder.render(messages[:place], where, answered=way) for way in (True, False))
+    header, think, _ = prompt.removeprefix(closed).partition(THINK)
+    begin = whole.rfind(header, 0, first) + len(header)
+    if not header or not prompt.startswith(closed) or begin < len(header):
+        return None
+    if think and whole.startswith(thought := prompt[len(closed) + len(header) :], begin):
+        begin += len(thought)  # the prompt writes it
+    stops = [text for token in encoder.stop_token_ids if (text := str(encoder.tokenizer.decode([token])))]
+    end = re.compile("|".join(map(re.escape, stops))).search(whole, begin) if stops else None
+    return (whole[:begin], whole[begin : end.end()]) if end is not None and end.end() > last else None
 
 
 def _other_end(encoder: PromptEncoder, whole: str, alone: str) -> tuple[int, int] | None:
