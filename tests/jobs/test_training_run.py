@@ -125,7 +125,7 @@ def test_commands_to_go_on_with_can_be_copied(tmp_path: Path) -> None:
     new.commit({"version": 2, "source": {}, "metrics": {}, "files": {"shard": "0"}})
     told = [how_to_resume(run), *RunSummary(str(run.path), 3, True, None, (), 4.0, "c", 0).text().splitlines()]
     commands = [shlex.split(line.partition(": ")[2]) for line in told if ": rlctl" in line]
-    assert [words[words.index("--run-dir") + 1] for words in commands] == [str(run.path)] * 3
+    assert [words[words.index("--run-dir") + 1] for words in commands] == [str(run.path)] * 2
 
 
 def test_it_is_a_warning_if_most_of_the_weights_were_not_compared() -> None:

@@ -115,8 +115,8 @@ def reported(
         },
         contents={name: re.sub(r'"(seed|held_out)": \d+(, )?', "", text) for name, text in texts.items()},
         forecasts=_forecasts(run.path),
-        samples=_samples(run.path / "rollouts", [int(line["step"]) for line in lines]),
-        validated=_samples(run.path / "validation", _validations(lines)),
+        samples=_samples(run.path / "rollouts", [int(line["step"]) for line in lines], _telling),
+        validated=_samples(run.path / "validation", validated_steps(lines), _first),
         messages=_messages(run.log),
     )
 
@@ -191,13 +191,15 @@ def _forecasts(run: Path) -> list[Forecast]:
     return []
 
 
-def _validations(lines: Sequence[Mapping[str, Any]]) -> list[int]:
+def validated_steps(lines: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the numbers of finished steps after which the run was validated."""
     begun = [0] if lines and lines[0].get("validation_at_start") else []
     return begun + [int(line["step"]) for line in lines if line.get("validation")]
 
 
-def _samples(directory: Path, steps: Sequence[int]) -> list[tuple[int, list[dict[str, Any]]]]:
+def _samples(
+    directory: Path, steps: Sequence[int], selected: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+) -> list[tuple[int, list[dict[str, Any]]]]:
     if not steps:
         return []
     chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
@@ -208,8 +210,13 @@ def _samples(directory: Path, steps: Sequence[int]) -> list[tuple[int, list[dict
             lines = text.split("\n")  # others may be in a completion
             samples = [sample for sample in map(json.loads, filter(None, lines)) if isinstance(sample, dict)]
             if samples:
-                found.append((step, _telling(samples)))
+                found.append((step, selected(samples)))
     return found
+
+
+def _first(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first samples of a validation, which are of the same prompts each time."""
+    return samples[:MOST_SAMPLES]
 
 
 def _telling(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from rlctl.config.files import write_json
 from rlctl.data.image_rows import shown_prompt
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.errors import InputError, RlctlError, WorkerError
+from rlctl.jobs.before_after import answered_twice, command_to_try
 from rlctl.jobs.kept_tokenizer import keep_tokenizer
 from rlctl.jobs.prepare import Job, loggers_of
 from rlctl.jobs.report import LiveReport, write_report
@@ -85,8 +86,10 @@ class RunSummary:
     """The command that resumes it."""
     removed: tuple[str, ...] = ()
     """Sentences on what kept the first steps from teaching much, and the last ones no longer."""
-    sees: bool = False
-    """Whether the model reads images."""
+    answers: tuple[str, ...] = ()
+    """Lines with a held-out prompt and its answers before and after training."""
+    trial: str = ""
+    """The command that tries the trained model."""
 
     def text(self) -> str:
         """Return the summary as a person reads it."""
@@ -97,16 +100,13 @@ class RunSummary:
         lines = [f"{ended} step {self.steps} in {self.seconds:.0f} s{saved}"]
         if self.headline is not None:
             lines.append(self.headline.text())
-        lines += [*self.removed, *self.findings]
+        lines += [*self.answers, *self.removed, *self.findings]
         if self.dropped_rollouts:
             lines.append(f"{self.dropped_rollouts} rollouts were left out: a reward function failed on them")
         if self.steps:
             lines.append(f"report: {self.directory}/report.html")
-        if self.checkpoint:
-            place, scores = shlex.quote(self.directory), self.command == "train rm"
-            asked = f"{'--image FILE ' * self.sees}--prompt '...'"
-            tried = f"convert megatron-to-hf {place} DIR" if scores else f"generate --run-dir {place} {asked}"
-            lines.append(f"{'export' if scores else 'try'} it: rlctl {tried}")
+        if self.checkpoint and self.trial:
+            lines.append(f"{'export' if ' convert ' in self.trial else 'try'} it: {self.trial}")
         if self.interrupted:
             lines.append(f"resume with: rlctl {self.command} --resume --run-dir {shlex.quote(self.directory)}")
         return "\n".join(lines)
@@ -159,7 +159,8 @@ def run_training(
         checkpoint=str(checkpoints[-1].path) if checkpoints else None,
         command=command_of(job.config.run.algorithm),
         dropped_rollouts=sum(line.get("dropped_rollouts", 0) for line in lines),
-        sees=job.facts.vision is not None,
+        answers=tuple(answered_twice(run, lines)),
+        trial=command_to_try(job, run) if checkpoints else "",
     )
 
 
@@ -459,11 +460,13 @@ class RunJournal:
         self.say(f"validation {when}: {metrics} ({found.measured} {self._prompts.kind}s)")
         if not (sampled := _sampled(found.groups)):
             return
-        pairs = chosen(sampled, max(self._kept, 2))
-        samples = [self._sample(step, group, rollout, trained=False) for group, rollout in pairs]
-        self._run.write_rollouts(step, samples[: self._kept], "validation")
-        for name, example in zip(("best", "worst"), samples, strict=False):
-            self.say(one_line(example, name, self._display.width))
+        kept = sorted((group for group in sampled if group.rollouts), key=lambda group: group.position)[: self._kept]
+        pairs = [(group, group.rollouts[0]) for group in kept]  # the same prompts each time, to compare their answers
+        samples = [self._sample(step, *pair, trained=False) for pair in pairs]
+        if samples:
+            self._run.write_rollouts(step, samples, "validation")
+        for name, pair in zip(("best", "worst"), chosen(sampled, 2), strict=False):
+            self.say(one_line(self._sample(step, *pair, trained=False), name, self._display.width))
 
     def _sample(self, step: int, group: RolloutGroup, rollout: Rollout, *, trained: bool = True) -> Sample:
         turns: list[Turn] = fetch(group.transcripts)[rollout.sample] if group.transcripts else []
