@@ -21,6 +21,7 @@ from rlctl.config.parallel import SIZES
 from rlctl.config.sources import ALGORITHM, Source, Value
 from rlctl.errors import InputError
 from rlctl.garbage import many_objects
+from rlctl.jobs.disk_space import require_disk
 from rlctl.jobs.dry_run import DryRun, about
 from rlctl.jobs.prepare import Job, Starts, content_changes, prepare_job, version_changes
 from rlctl.jobs.run_workers import RunWorkersSpec, device_of, early_hosts
@@ -90,7 +91,7 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest, ray: BesideS
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
     with many_objects():
-        job = prepare_job(resolved, display.say, starts=partial(begin_ray, ray))
+        job = prepare_job(resolved, display.say, starts=partial(begin_ray, ray, display.say))
     display.steps = job.config.run.steps
     run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else unused_place(RUNS / _name(job)))
     with _locked(run, run.create):
@@ -105,8 +106,12 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest, ray: BesideS
             raise
 
 
-def begin_ray(ray: BesideSession, config: RlctlConfig, plan: Plan, workers: RunWorkersSpec) -> None:
-    """Begin to start Ray, or to join it, for a plan, and then the processes whose libraries take long to import."""
+def begin_ray(
+    ray: BesideSession, tell: Callable[[str], None], config: RlctlConfig, plan: Plan, workers: RunWorkersSpec
+) -> None:
+    """Begin to start Ray, or to join it, for a plan that the disk has room for, and then the processes whose libraries
+    take long to import."""
+    require_disk(config, plan, Path(config.run.dir or RUNS), tell)
     hosts = early_hosts(workers) if config.cluster.ray_address is None else []
     ray.begin(config.cluster.ray_address, gpus=0 if device_of(plan) == "cpu" else None, hosts=hosts)
 
@@ -123,7 +128,7 @@ def _resume(
     with _locked(run, run.reopen):
         display.log_to(run.log)
         run.recover_partial(display.say)
-        starts = partial(begin_ray, ray)
+        starts = partial(begin_ray, ray, display.say)
         with many_objects():
             job = resumed_job(run, resolved, display.say, allow_changes=allow_changes, starts=starts)
         display.steps = job.config.run.steps

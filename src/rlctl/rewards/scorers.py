@@ -30,7 +30,7 @@ from rlctl.rewards.extraction import (
     written_as,
 )
 from rlctl.rewards.reward_model_scorer import ModelScorer
-from rlctl.rewards.tag_scorers import TAG_SCORERS, decimals, tolerate_old_antlr
+from rlctl.rewards.tag_scorers import TAG_SCORERS, decimals, tolerate_old_antlr, without_alarms
 from rlctl.settings.rewards import MODEL, OnError, RewardTerm
 
 OF_FORM = ("tagged-integer", "tagged-format", "format")
@@ -103,16 +103,15 @@ class ExactMatch:
 
 class MathVerify:
     """1 if math-verify equates the completion's expression and the reference. `extraction` None: the last box, then the
-    last `<answer>`, else math-verify searches after the thoughts. Call it in the main thread, because its time limit
-    uses signals."""
+    last `<answer>`, else math-verify searches after the thoughts. It has no time limit; the scoring process has."""
 
     def __init__(self, extraction: Extraction | None, *, opened: bool = False) -> None:
         # Imports sympy.
-        import math_verify
         from math_verify.parser import LatexExtractionConfig
 
         tolerate_old_antlr()
-        self._math_verify, self._latex = math_verify, [LatexExtractionConfig()]
+        self._parse, self._verify = without_alarms()
+        self._latex = [LatexExtractionConfig()]
         self._extraction: Extraction | None = extraction
         self._opened = opened
         self._reference = functools.lru_cache(maxsize=4096)(self._parsed_reference)
@@ -125,7 +124,7 @@ class MathVerify:
         if marked and unspaced(readable_math(text)) == unspaced(readable_math(reference)):
             return 1.0
         ours, theirs = self._reference(reference), self._parsed(text, marked)
-        return float(self._math_verify.verify(ours, theirs, float_rounding=decimals(*ours, *theirs)))
+        return float(self._verify(ours, theirs, float_rounding=decimals(*ours, *theirs)))
 
     def _answer(self, completion: str) -> tuple[bool, str | None]:
         """Return whether the answer is marked as such, and its text; where it is not marked, where to look for it."""
@@ -141,11 +140,11 @@ class MathVerify:
 
     def _parsed(self, text: str, marked: bool) -> list[Any]:
         if not marked:
-            return _expressions(self._math_verify.parse(explicit_math(readable_math(text))))
+            return _expressions(self._parse(explicit_math(readable_math(text))))
         text = extract(text, "boxed") or text  # a box inside of a tag
         if len(re.findall(r"\d+", readable_math(text))) > 1:  # where LaTeX cannot read it, none of them is the answer
             return self._by_latex(text)
-        return _expressions(self._math_verify.parse(_boxed(text)))
+        return _expressions(self._parse(_boxed(text)))
 
     def _parsed_reference(self, answer: str) -> list[Any]:
         r"""Return the reference as a LaTeX expression; a number inside unreadable LaTeX (`11` of `11.\overline{36}`)
@@ -153,7 +152,7 @@ class MathVerify:
         return self._by_latex(extract(answer, "boxed") or answer)
 
     def _by_latex(self, answer: str) -> list[Any]:
-        return _expressions(self._math_verify.parse(_boxed(answer), extraction_config=self._latex))
+        return _expressions(self._parse(_boxed(answer), extraction_config=self._latex))
 
 
 def _boxed(answer: str) -> str:

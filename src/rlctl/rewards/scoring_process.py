@@ -338,7 +338,7 @@ def outcomes(
 
 
 def _within(limit_s: float, scorer: Scorer, work: Work) -> float:
-    """Return the score. Raises _SlowError after that much CPU time; math-verify has the signal of wall-clock time."""
+    """Return the score. Raises _SlowError after that much CPU time."""
 
     def stop(number: int, frame: object) -> None:
         raise _SlowError

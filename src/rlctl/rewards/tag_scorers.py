@@ -7,7 +7,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from rlctl.data.prompt_rows import PromptRow
@@ -102,10 +102,10 @@ def tagged(completion: str, tag: str) -> str | None:
 @cache
 def same_expression() -> Callable[[str, str], float]:
     """Return the function that gives 1 where math-verify finds an answer equal to a reference. Imports sympy."""
-    from math_verify import parse, verify
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 
     tolerate_old_antlr()
+    parse, verify = without_alarms()
     latex, both = (LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig())
 
     def same(reference: str, answer: str) -> float:
@@ -116,6 +116,17 @@ def same_expression() -> Callable[[str, str], float]:
             return 0.0
 
     return same
+
+
+@cache
+def without_alarms() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return math-verify's functions `parse` and `verify` without their alarms. After 5 s of wall-clock time they would
+    score a right answer 0 without a word, where the machine is busy; the scoring process limits CPU time. Imports
+    sympy."""
+    from math_verify import grader, parse, parser, verify
+
+    parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True  # it warns of a missing limit
+    return partial(parse, parsing_timeout=0), partial(verify, timeout_seconds=0)
 
 
 def tolerate_old_antlr() -> None:

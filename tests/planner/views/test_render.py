@@ -10,6 +10,7 @@ import pytest
 
 from rlctl import cli
 from rlctl.planner.inputs.cluster import save_calibration
+from rlctl.planner.inputs.constants import CALIBRATED_RANGE, CPU_RANGE
 from support.commands import rlctl
 
 BIG = ("--model", "meta-llama/Llama-3.1-70B", "--preset", "8nodes", "--gpu", "a100")
@@ -49,9 +50,8 @@ def test_every_time_has_a_range_also_on_a_cpu_and_a_narrower_one_after_a_calibra
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLCTL_MACHINE_PROFILE", str(tmp_path / "machine.json"))
-    seen = {}
-    for kind in ("table", "calibrated"):
-        if kind == "calibrated":
+    for factors in (CPU_RANGE, CALIBRATED_RANGE):
+        if factors == CALIBRATED_RANGE:
             save_calibration("cpu", "runs/first", {"training": 2.0})
         for command in (("plan", "--json"), ("train", "grpo", "--dry-run", "--json")):
             code, out, _ = rlctl(capsys, *command, "--preset", "laptop", "--gpu", "cpu")
@@ -62,8 +62,9 @@ def test_every_time_has_a_range_also_on_a_cpu_and_a_narrower_one_after_a_calibra
             assert plan["seconds_range"].keys() == timed.keys()
             for name, (low, high) in plan["seconds_range"].items():
                 assert low - 0.05 <= timed[name] <= high + 0.05
-            seen[kind] = plan["seconds_range"]["training"][1] / timed["training"]
-    assert seen["calibrated"] < 1.25 < seen["table"]
+            ends = [factor * timed["training"] for factor in factors]
+            assert plan["seconds_range"]["training"] == pytest.approx(ends, abs=0.06)  # shown to a tenth of a second
+    assert CPU_RANGE[0] < CALIBRATED_RANGE[0] < CALIBRATED_RANGE[1] < CPU_RANGE[1]
 
 
 def test_a_plan_for_another_machine_speaks_of_that_one(capsys: pytest.CaptureFixture[str]) -> None:
