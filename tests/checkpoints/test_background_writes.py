@@ -109,6 +109,30 @@ def test_a_change_waits_for_what_is_being_written_and_the_rest_is_what_was_befor
         snapshot.keep()  # nothing is left to wait for: these are copies
 
 
+def test_without_copies_a_change_waits_until_all_is_written_or_given_up() -> None:
+    live = {"first": torch.zeros(1 << 15), "second": torch.ones(1 << 15), "small": torch.ones(4)}
+    snapshot, kept = Snapshot(live, copies=False), threading.Event()
+    live["small"].fill_(9)  # routers' biases change before the update
+    changing = threading.Thread(target=lambda: (snapshot.keep(), kept.set()))
+    changing.start()
+    for name in ("first", "second"):
+        assert not kept.wait(0.1)
+        with snapshot.tensor(name) as value:
+            assert value.data_ptr() == live[name].data_ptr()
+            assert not kept.wait(0.1)
+    changing.join(60)
+    assert kept.is_set()
+    with snapshot.tensor("small") as value:
+        assert torch.equal(value, torch.ones(4))
+
+    failed = Snapshot({"first": live["first"]}, copies=False)
+    changing = threading.Thread(target=failed.keep)
+    changing.start()
+    failed.drop()  # the disk is full
+    changing.join(60)
+    assert not changing.is_alive()
+
+
 @pytest.mark.parametrize("sizes", [range(8), range(17, 1000)])
 def test_large_and_small_tensors_are_copied_at_once(sizes: range, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_writes, "LIVE_BYTES", sizes)

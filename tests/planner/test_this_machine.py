@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,15 @@ from rlctl.commands.doctor import wanted
 from rlctl.doctor.finding import Check
 from rlctl.doctor.gpus import Gpu, check_driver
 from rlctl.doctor.network import NodeFacts, compare_memory
-from rlctl.errors import ConfigError
-from rlctl.jobs.run_workers import policy_environment
+from rlctl.errors import ConfigError, NoPlanError
+from rlctl.jobs.run_workers import planned_workers, policy_environment
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import cluster_from_config
+from rlctl.planner.inputs import cluster
 from rlctl.planner.inputs.cluster import GIB, device_named, granted_memory, match_device
+from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.settings.training import TrainingConfig
 from support.plans import plan_of
 
@@ -180,3 +183,40 @@ def test_router_replay_is_refused_with_engines_in_stages() -> None:
     asked = config("training.router_replay=true", "generation.pp=2")
     with pytest.raises(ConfigError, match=r"generation\.pp = 2"):
         refuse_unsupported(asked, facts, "cuda")
+
+
+@pytest.mark.parametrize(("model", "granted", "copies"), [
+    ("Qwen/Qwen3-0.6B", 31, True), ("Qwen/Qwen3-0.6B", 23, False), ("Qwen/Qwen3-1.7B", 62, True),
+    ("Qwen/Qwen3-1.7B", 47, False),
+])  # fmt: skip
+def test_a_consumer_card_is_planned_in_a_usual_host(
+    card, monkeypatch: pytest.MonkeyPatch, model: str, granted: int, copies: bool
+) -> None:
+    """Desktops with 32 and 64 GB, and with a quarter less. Where the states of a save do not fit, the save copies nothing."""
+    card("NVIDIA GeForce RTX 4090", 24564)
+    monkeypatch.setattr(cluster, "granted_memory", lambda: granted * GIB)
+    facts = lookup(model)
+    assert facts is not None
+    plan = plan_of(config(f"model.name={model}"), facts)
+    assert plan.save_copies is copies
+    assert plan.host_memory <= granted * GIB
+    assert ("a save copies nothing" in plan_text(plan, model)) is not copies
+    saved = plan_json(plan)["checkpoint"]
+    assert (saved["copy_s"] == saved["write_s"]) is not copies
+    spec = planned_workers(config(f"model.name={model}"), facts, plan, Path("model"), None)
+    assert spec.policy.save_copies is copies
+
+
+def test_short_host_memory_is_refused_with_advice_for_this_machine(card, monkeypatch: pytest.MonkeyPatch) -> None:
+    card("NVIDIA GeForce RTX 4090", 24564)
+    monkeypatch.setattr(cluster, "granted_memory", lambda: 15 * GIB)
+    with pytest.raises(NoPlanError, match="of 15 of host memory a node") as caught:
+        plan_of(config(), lookup("Qwen/Qwen3-0.6B"))
+    need = re.search(r"in a container\) with (\d+) GiB of memory a node; this one has 15", caught.value.hint or "")
+    assert need, caught.value.hint
+    assert "gh200" not in (caught.value.hint or "")
+    monkeypatch.setattr(cluster, "granted_memory", lambda: int(need[1]) * GIB)
+    assert plan_of(config(), lookup("Qwen/Qwen3-0.6B")).runnable
+    with pytest.raises(NoPlanError, match="host memory") as caught:
+        plan_of(config("run.save_copies=true"), lookup("Qwen/Qwen3-0.6B"))
+    assert "run.save_copies=false" in (caught.value.hint or "")

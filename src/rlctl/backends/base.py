@@ -99,6 +99,8 @@ class PolicySpec:
     """The optimizer's states wait in host memory between its steps."""
     reference_offload: bool = False
     """The reference's weights wait in host memory while they are not computed with."""
+    save_copies: bool = True
+    """A save copies what the next update changes before it is written; else the update waits."""
     freeze_router: bool = False
     """Routers of experts keep their weights."""
     freeze: tuple[VisionPart, ...] = ()

@@ -44,11 +44,15 @@ def write_less_urgently() -> None:
 class Snapshot:
     """Tensors as they are now. Those on a CPU are copied only if `keep` is called before they are written."""
 
-    def __init__(self, tensors: Mapping[Any, Tensor]) -> None:
-        self._live, self._copies = dict(tensors), dict[Any, Tensor]()
+    def __init__(self, tensors: Mapping[Any, Tensor], *, copies: bool = True) -> None:
+        """Without `copies` only small tensors are copied, and `keep` waits until all others are written."""
+        self._live, self._copies, self._may_copy = dict(tensors), dict[Any, Tensor](), copies
         self._in_use = 0
         self._changed = threading.Condition()
-        self._copy(lambda tensor: tensor.device.type != "cpu" or tensor.nbytes not in LIVE_BYTES)
+        if copies:
+            self._copy(lambda tensor: tensor.device.type != "cpu" or tensor.nbytes not in LIVE_BYTES)
+        else:
+            self._copy(lambda tensor: tensor.nbytes < LIVE_BYTES.start)
 
     @contextlib.contextmanager
     def tensor(self, key: Any) -> Iterator[Tensor]:
@@ -58,22 +62,25 @@ class Snapshot:
             tensor = (self._live if live else self._copies).pop(key)
             self._in_use += live
         try:
-            yield tensor
+            yield tensor.cpu()
         finally:
             with self._changed:
                 self._in_use -= live
                 self._changed.notify_all()
 
     def keep(self) -> None:
-        """Copy the tensors not yet written and wait for the one being written. Afterwards they may change."""
+        """Copy the tensors not yet written (without copies wait for all) and wait for the one being written. Afterwards
+        they may change."""
         with self._changed:
-            self._copy(lambda _: True)
-            self._changed.wait_for(lambda: not self._in_use)
+            if self._may_copy:
+                self._copy(lambda _: True)
+            self._changed.wait_for(lambda: not (self._in_use or self._live))
 
     def drop(self) -> None:
         with self._changed:
             self._live.clear()
             self._copies.clear()
+            self._changed.notify_all()
 
     def _copy(self, chosen: Callable[[Tensor], bool]) -> None:
         for key in [key for key, tensor in self._live.items() if chosen(tensor)]:

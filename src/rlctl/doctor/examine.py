@@ -52,7 +52,8 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
         yield gpus.check_links(found)
     if wanted.no_plan:
         yield Check("plan", "fail", wanted.no_plan, "`rlctl plan` with the same flags has the arithmetic.")
-    yield host.check_memory(wanted.parameters, wanted.gpus_per_node, planned=wanted.host_memory)
+    else:
+        yield host.check_memory(wanted.parameters, wanted.gpus_per_node, planned=wanted.host_memory)
     yield host.check_shared_memory(0 if wanted.gpus_per_node else 4 * wanted.parameters)
     yield host.check_left_over()
     yield host.check_locked_memory(len(found))

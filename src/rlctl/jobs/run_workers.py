@@ -456,6 +456,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: M
         recompute=training.recompute,
         optimizer_offload=training.optimizer_offload,
         reference_offload=training.reference_offload,
+        save_copies=plan.save_copies,
         freeze_router=config.training.freeze_router,
         freeze=config.model.freeze,
         router_replay=config.training.router_replay,

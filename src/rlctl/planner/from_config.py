@@ -362,6 +362,7 @@ def plan_from_config(
         facts, cluster, workload, pins, constants, precision, adapters, engine, grouped, gradient_bytes,
         moment_bytes(config.optimizer.passed), teacher, "teacher" if config.named_teacher else "reward_model",
         saves=config.run.save_final or config.run.checkpoint_every != 0,
+        save_copies=config.run.save_copies,
         dispatcher="flex" if flex else "alltoall",
     )  # fmt: skip
     return make_plan(request, top=top, refusal=refusal)

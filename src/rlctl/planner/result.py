@@ -75,6 +75,8 @@ class Plan:
     """By phase, of one device; on a CPU of one process."""
     host_memory: float
     """Bytes of one node."""
+    save_copies: bool
+    """Saves copy states to host memory and are written beside training; else training waits."""
     seconds: dict[Phase, float]
     mfu: float
     mover: str | None

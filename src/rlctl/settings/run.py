@@ -246,6 +246,9 @@ class RunConfig(Section):
     `validation/<name>`, such as `validation/accuracy`."""
     save_final: bool = True
     """Save a checkpoint at the end."""
+    save_copies: bool | None = None
+    """Copy weights and optimizer states to host memory at a save, so that training goes on; false: copy nothing, and
+    the next update waits until the checkpoint is written; unset: false on GPUs where host memory is short."""
     stop_within_s: Seconds = 300.0
     """Time limit for finishing and saving the current step after SIGTERM, SIGUSR1 or SIGHUP. Set it below the sender's
     grace period; the processes end within 15 s more."""

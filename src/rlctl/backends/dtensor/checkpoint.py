@@ -54,11 +54,14 @@ class Writer(FileSystemWriter):
 class DTensorSave(Save):
     """A snapshot of weights and states."""
 
-    def __init__(self, directory: Path, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, directory: Path, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, *, copies: bool = True
+    ) -> None:
         # Its own group: what it exchanges in the background must not meet what training does.
         self._group: Any = torch.distributed.new_group(backend="gloo")
         self._state = dict(_state(weights, optimizer))
-        super().__init__(directory, Snapshot({name: local_part(value) for name, value in self._state.items()}))
+        tensors = {name: local_part(value) for name, value in self._state.items()}
+        super().__init__(directory, Snapshot(tensors, copies=copies))
 
     def write(self) -> dict[str, str]:
         writer = Writer(self.directory, self.snapshot)

@@ -256,7 +256,7 @@ class DTensorWorker(PolicyRank):
 
         with self._states_here():
             self._reshard()
-            save = DTensorSave(directory, self.saved(), self._trainer())
+            save = DTensorSave(directory, self.saved(), self._trainer(), copies=self.spec.save_copies)
             if self.spec.optimizer_offload:  # the states leave at the end of the block
                 save.snapshot.keep()
             return save

@@ -36,7 +36,7 @@ from rlctl.errors import InputError
 class MegatronSave(Save):
     """A snapshot of model, optimizer and random state."""
 
-    def __init__(self, directory: Path, chunks: list[Any], optimizer: Any) -> None:
+    def __init__(self, directory: Path, chunks: list[Any], optimizer: Any, *, copies: bool = True) -> None:
         make_states(optimizer)
         state = _sharded_state(chunks, optimizer)
         self._live = list[Tensor]()
@@ -58,7 +58,7 @@ class MegatronSave(Save):
             async_strategy="mcore",  # of newer versions, whose default asks for one more package
         )
         self._arguments = list(self._request.async_fn_args)
-        super().__init__(directory, Snapshot(self._tensors()))
+        super().__init__(directory, Snapshot(self._tensors(), copies=copies))
 
     def _tensors(self) -> dict[tuple[int, int], Tensor]:
         """Take the tensors of all files out of Megatron's lists; keys are their places there."""

@@ -283,7 +283,7 @@ class MegatronWorker(PolicyRank):
         from rlctl.backends.megatron.checkpoint import MegatronSave
 
         self._gather_parameters()
-        return MegatronSave(directory, self.chunks, self.optimizer)
+        return MegatronSave(directory, self.chunks, self.optimizer, copies=self.spec.save_copies)
 
     def load_checkpoint(self, directory: Path) -> None:
         from rlctl.backends.megatron.checkpoint import load

@@ -17,12 +17,12 @@ class Save:
     size: float
     """Bytes on the disk."""
     copy_s: float
-    """Seconds in which training stands still while the states are copied to host memory."""
+    """Seconds in which training stands still while the states are copied to host memory, or written without copies."""
     write_s: float
     """Seconds in which each node writes its part while training goes on."""
 
 
-def save_of(request: Request, choice: TrainingChoice) -> Save:
+def save_of(request: Request, choice: TrainingChoice, copies: bool = True) -> Save:
     """Return the checkpoint of a layout. A trained parameter has its weight, and an optimizer's master weight and
     moments: 14 bytes in bfloat16, 12 in float32 and with FSDP2, whose only weight is the float32 one."""
     facts, p, cluster, constants = request.facts, choice.parallel, request.cluster, request.constants
@@ -36,4 +36,5 @@ def save_of(request: Request, choice: TrainingChoice) -> Save:
     rate = cluster.device.memory_bandwidth / 2  # read and written
     if not cluster.is_cpu:
         rate = gpus * cluster.device.host_link * constants.pageable_copy
-    return Save(models * each * parameters, node / rate, node / constants.disk_bytes_per_s)
+    write_s = node / constants.disk_bytes_per_s
+    return Save(models * each * parameters, node / rate if copies else write_s, write_s)

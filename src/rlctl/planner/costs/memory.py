@@ -338,8 +338,10 @@ def host_memory(
     engine_weights: float,
     *,
     saves: bool = True,
+    constants: Constants = DEFAULTS,
 ) -> float:
-    """Return host bytes of a node: offloaded states, sleeping engines, processes, object store and snapshots."""
+    """Return host bytes of a node: offloaded states, sleeping engines, processes, object store and snapshots (`saves`:
+    saves copy their states)."""
     ranks = max(1, cluster.gpus_per_node)
     trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     worst = max(master_and_moments(choice) * params.owned(choice.parallel) for params in trained)
@@ -349,6 +351,11 @@ def host_memory(
     offloaded += unadapted_bytes(facts, choice)
     offloaded += most_weight_bytes(facts, choice) if choice.reference_offload and not colocated else 0.0
     asleep = weights + engine_weights * (1 if cluster.is_cpu else PINNED) if colocated else 0.0
-    process = 8 * GIB  # pinned buffers, Python, shared libraries, per rank: trainer and engine worker
+    process = constants.trainer_host_bytes + (constants.engine_host_bytes if colocated else 0.0)
     snapshot = (1 + choice.critic) * snapshot_bytes(facts, choice, ranks) if saves else 0.0
-    return ranks * (offloaded + asleep + process) + snapshot + 10 * GIB
+    return ranks * (offloaded + asleep + process) + snapshot + node_bytes(cluster, constants)
+
+
+def node_bytes(cluster: ClusterFacts, constants: Constants) -> float:
+    """Return host bytes of a node's driver, scorers, Ray and object store. A cluster's Ray has a larger store."""
+    return constants.session_host_bytes if cluster.nodes == 1 else constants.cluster_host_bytes

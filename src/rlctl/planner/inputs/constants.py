@@ -146,6 +146,13 @@ class Constants:
     logit_copy_bytes: float = 4.0
     """A logit's float32 copy, and the same again for its gradient; 0 where a fused loss works in place."""
     staging_bytes: float = 0.25 * GIB
+    # Host memory of processes. Measured with CPU builds: imports of a trainer 0.5 GiB and of an engine 0.6 GiB, Ray's
+    # processes on one machine 0.5 GiB, next to an object store of at most 0.5 GiB. CUDA's context and libraries, pinned
+    # buffers and compiled graphs are an estimate (2.5 and 3.4 GiB): the GPU run on record did not measure host memory.
+    trainer_host_bytes: float = 3.0 * GIB
+    engine_host_bytes: float = 4.0 * GIB
+    session_host_bytes: float = 3.0 * GIB
+    cluster_host_bytes: float = 10.0 * GIB
     """Refit bytes per side: two buffers, forwarded boxes and views; set by `refit.staging_mb`."""
 
 

@@ -237,6 +237,8 @@ class Request:
     """The backend that trains, also where none is pinned."""
     saves: bool = True
     """Checkpoints are written."""
+    save_copies: bool | None = None
+    """Saves copy states to host memory; None: where it suffices."""
     dispatcher: Literal["alltoall", "flex"] = "alltoall"
     """Megatron's token dispatcher; `flex` is DeepEP or HybridEP."""
 

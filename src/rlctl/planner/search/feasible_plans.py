@@ -305,12 +305,17 @@ def assemble(
         flops = timing.model_flops(request, frozen=training.choice.adapters is not None)
         devices = cluster.nodes if cluster.is_cpu else training.choice.parallel.world_size
         mfu = flops / training.seconds / devices / cluster.device.flops(request.precision)
+    copies = request.save_copies is not False
+    host = _host_memory(request, training, generation, colocated, copies)
+    if host > cluster.device.host_memory and request.save_copies is None and request.saves and not cluster.is_cpu:
+        copies = False
+        host = _host_memory(request, training, generation, colocated, copies)
     return Plan(
         facts=request.facts, cluster=cluster, workload=request.workload, backend=request.backend,
         training=training.choice if training else None, generation=generation, colocated=colocated,
         micro_batches=timing.micro_batches(request, training.choice)[0] if training else 0,
         memory=_memory(request, training, generation, colocated),
-        host_memory=_host_memory(request, training, generation, colocated),
+        host_memory=host, save_copies=copies,
         seconds=_calibrated(request, _seconds(request, training, generation, colocated, mover)),
         mfu=mfu, mover=mover, pins=request.pins, teacher=training.teacher if training else None,
         engine_devices=engine_devices, request=request,
@@ -352,17 +357,25 @@ def _memory(
 
 
 def _host_memory(
-    request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice | None, colocated: bool
+    request: Request,
+    training: search.TrainingCandidate | None,
+    generation: GenerationChoice | None,
+    colocated: bool,
+    copies: bool,
 ) -> float:
-    cluster = request.cluster
+    cluster, constants = request.cluster, request.constants
     if not cluster.is_cpu:
         ranks = max(1, cluster.gpus_per_node)
         if training is None:  # the engines' workers, and the object store
-            return ranks * 4 * GIB + 10 * GIB
+            return ranks * constants.engine_host_bytes + mem.node_bytes(cluster, constants)
         weights = weight_bytes(request.facts, generation) if generation else 0.0
         shared = colocated and generation is not None
         teacher = training.teacher.weights if training.teacher else 0.0
-        need = mem.host_memory(request.facts, training.choice, cluster, shared, weights, saves=request.saves)
+        # Moments in a narrower format are unpacked into host memory at a save, whether or not training waits.
+        saves = request.saves and (copies or training.choice.moment_bytes != 8)
+        need = mem.host_memory(
+            request.facts, training.choice, cluster, shared, weights, saves=saves, constants=constants
+        )
         return need + ranks * teacher
     policy = engine = 0.0
     if generation is not None:

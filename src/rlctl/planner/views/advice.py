@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
@@ -11,7 +12,7 @@ from rlctl.config.parallel import SIZES
 from rlctl.errors import ConfigError, NoPlanError, RlctlError
 from rlctl.models.constraints import Problem
 from rlctl.planner.choice import LoraChoice
-from rlctl.planner.inputs.cluster import DEVICES, ClusterFacts, cpu_device
+from rlctl.planner.inputs.cluster import DEVICES, GIB, ClusterFacts, cpu_device
 from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import engine_search
@@ -35,7 +36,7 @@ def no_plan(request: Request, rejected: list[Rejected]) -> RlctlError:
         if feasible_plans(replace(without, backend="megatron") if key == "training.backend" else without)[0]:
             free = f"Without {key}={request.pins[key]} a plan fits."
             break
-    advice = (free, _cheapest_change(request), _larger_device(request), _smallest_machine(request))
+    advice = (free, _cheapest_change(request), *(_larger_host(request) or _larger_machines(request)))
     error = NoPlanError(_closest(request, rejected), " ".join(text for text in advice if text) or None)
     error.rejected = tuple((other.plan, other.why) for other in rejected[:SHOWN])
     return error
@@ -139,6 +140,28 @@ def _cheapest_change(request: Request) -> str | None:
             why = f" ({because[0]})" if because else " (which rlctl does not run yet)"
             planned = f"It would fit with {words}{why}."
     return planned
+
+
+def _larger_machines(request: Request) -> tuple[str | None, ...]:
+    return _larger_device(request), _smallest_machine(request)
+
+
+def _larger_host(request: Request) -> tuple[str, ...]:
+    """Return the least host memory with which a plan fits these devices; empty: more would not help."""
+    cluster = request.cluster
+    if cluster.is_cpu:
+        return ()
+    unlimited = replace(cluster, device=replace(cluster.device, host_memory=math.inf))
+    # None copies at a save, which a plan does only where host memory allows it.
+    saving = request.save_copies if request.save_copies is not None else False
+    plans = feasible_plans(replace(request, cluster=unlimited, save_copies=saving))[0]
+    if not (able := [plan for plan in plans if plan.runnable]):
+        return ()
+    need = math.ceil(min(plan.host_memory for plan in able) / GIB)
+    have = cluster.device.host_memory / GIB
+    text = f"It fits on a machine (or in a container) with {need} GiB of memory a node; this one has {have:.0f}"
+    copied = " Or set run.save_copies=false: saves then copy nothing." if request.save_copies else ""
+    return (f"{text}.{copied}",)
 
 
 def _larger_device(request: Request) -> str | None:

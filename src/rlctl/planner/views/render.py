@@ -99,7 +99,7 @@ def _checkpoint(plan: Plan) -> dict[str, float] | None:
     """Return the size of a checkpoint in GB and the seconds to save it; None: the run saves nothing."""
     if plan.training is None or not plan.request.saves:
         return None
-    save = save_of(plan.request, plan.training)
+    save = save_of(plan.request, plan.training, plan.save_copies)
     return {"gb": round(save.size / 1e9, 2), "copy_s": round(save.copy_s, 1), "write_s": round(save.write_s, 1)}
 
 
@@ -234,6 +234,10 @@ def _memory_table(plan: Plan) -> list[str]:
     available, host = plan.cluster.device.memory / GIB, plan.cluster.device.host_memory / GIB
     known = f" of {host:,.0f}" if host else ""
     rows.append(f"    of {available:.1f} GiB; host memory of a node {plan.host_memory / GIB:,.0f} GiB{known}")
+    if not plan.save_copies and plan.training is not None and plan.request.saves:
+        why = "run.save_copies=false" if plan.request.save_copies is False else "host memory is short"
+        seconds = save_of(plan.request, plan.training, plan.save_copies).copy_s
+        rows.append(f"    a save copies nothing, and training waits about {seconds:.0f} s until it is written: {why}")
     return [row.rstrip() for row in rows]
 
 
