@@ -192,7 +192,7 @@ def test_router_replay_is_refused_with_engines_in_stages() -> None:
 def test_a_consumer_card_is_planned_in_a_usual_host(
     card, monkeypatch: pytest.MonkeyPatch, model: str, granted: int, copies: bool
 ) -> None:
-    """Desktops with 32 and 64 GB, and with a quarter less. Where the states of a save do not fit, the save copies nothing."""
+    """Desktops with 32 and 64 GB, and with a quarter less, where a save copies nothing."""
     card("NVIDIA GeForce RTX 4090", 24564)
     monkeypatch.setattr(cluster, "granted_memory", lambda: granted * GIB)
     facts = lookup(model)
