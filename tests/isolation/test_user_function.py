@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -233,3 +234,14 @@ def detailed(data_source, solution_str, ground_truth, extra_info, **kwargs):
     assert named.answer == "5"
     with pytest.raises(InputError, match=r"no field 'reward_modle\.ground_truth'"):
         row_from_record(record, 0, "r", DataConfig(answer_field="reward_modle.ground_truth"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import no_such_package.part\ndef score(completion): ...", "def score(completion):\n    import no_such_package"],
+)
+def test_a_missing_package_is_named_with_how_to_install_it(code: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(InputError, match="No module named 'no_such_package'") as raised:
+        user_scorer(f"{tmp_path / 'mine.py'}:score")("text", ROWS[0])  # type: ignore[operator]
+    assert f"{sys.executable} -m pip install no_such_package." in (raised.value.hint or "")

@@ -605,6 +605,24 @@ def test_a_rollout_on_which_a_reward_function_failed_is_left_out_before_and_afte
         first.next(0)
 
 
+@pytest.mark.parametrize("order", ["position", "arrival"])
+def test_a_checkpoint_after_a_failing_reward_asks_for_its_groups_again(make: Any, order: str, tmp_path: Path) -> None:
+    failing, _, _ = make("wait", order=order, steps=12, fails=lambda position: position >= 2)
+    trained = positions(failing.next(0))
+    with contextlib.suppress(InputError):
+        for version in range(1, 12):
+            trained += positions(failing.next(version))
+    assert len(trained) < 24
+    state = failing.state()
+    failing.write(tmp_path)
+    better, _, _ = make("wait", order=order, steps=12)
+    better.restore(json.loads(json.dumps(state)), tmp_path)
+    version = len(trained) // 2
+    batches = [better.next(at) for at in range(version, 12)]
+    assert all(len(group.rollouts) == 2 for batch in batches for group in batch.groups)
+    assert sorted([*trained, *(one for batch in batches for one in positions(batch))]) == list(range(24))
+
+
 def test_a_run_of_synchronous_rollouts_goes_on_asynchronously(make: Any, tmp_path: Path) -> None:
     source, engines, _ = make(steps=3)
     source.restore({"trained": [[0, 3]], "finished": [], "under_way": []}, tmp_path)

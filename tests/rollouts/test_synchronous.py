@@ -182,3 +182,18 @@ def test_later_rollouts_are_left_out_until_too_many_of_ten_batches_fail(asked: l
     made.next(VERSION)
     with pytest.raises(InputError, match=r"failed on 4 rollouts of the last 7 batches.*no number in 20"):
         made.next(VERSION)
+
+
+def test_a_checkpoint_after_a_failing_reward_asks_for_its_groups_again(asked: list[GroupRequest]) -> None:
+    failing = source(fails=lambda position: position >= 3)
+    assert [one.position for one in failing.next(0).groups] == [0, 1, 2]
+    for version in range(1, 20):
+        try:
+            last = [one.position for one in failing.next(version).groups]
+        except InputError:
+            break
+    better = source()
+    better.restore(json.loads(json.dumps(failing.state())), Path())
+    positions = [[one.position for one in better.next(version).groups] for version in range(12)]
+    assert positions[0] == [one + 3 for one in last]
+    assert positions[-1] == [one + 36 for one in last]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlctl.backends.batch import MinibatchResult, Rounded, TokenBatch, TrainBatch
-from rlctl.errors import DivergenceError
+from rlctl.errors import DivergenceError, InputError, RlctlError
 from rlctl.methods.rl.algorithm import FILTERED, Algorithm
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
@@ -221,6 +221,47 @@ def test_steps_and_versions_are_counted_apart() -> None:
     (saved,) = recorder.saved
     assert (saved["step"], saved["version"], saved["source"]) == (5, 9, {"trained": [[0, 1]]})
     assert saved["metrics"]["reward_mean"] == 0.5
+
+
+@pytest.mark.parametrize("where", ["the source", "validation"])
+def test_what_is_trained_is_saved_where_a_reward_fails_after_some_steps(where: str) -> None:
+    class Failing(Recorder):
+        fails_at = 3
+
+        def _fail(self, step: int) -> None:
+            if step >= self.fails_at:
+                raise InputError("Reward function mine.py:score raised ValueError: no key")
+
+        def next(self, version: int) -> RolloutBatch:
+            self._fail(version + 1 if where == "the source" else 0)
+            return super().next(version)
+
+        # validation
+        plateau = None
+
+        def due(self, step: int, ending: bool = False) -> bool:
+            return ending or (where == "validation" and step > 0)
+
+        def measure(self, version: int) -> Any:
+            self._fail(version + 1)
+            return SimpleNamespace(metrics={})
+
+    def failing(recorder: Failing) -> Loop:
+        made = loop(recorder, 5)
+        return Loop(made.config, replace(made.parts, validation=cast(Any, recorder)))
+
+    recorder = Failing([[1.0, 0.0]] * 5)
+    with pytest.raises(RlctlError, match="no key Fix it and continue with --allow-changes") as raised:
+        failing(recorder).run(cast(Any, Stop()))
+    assert raised.value.exit_code == 1
+    assert recorder.saved[-1]["step"] == recorder.saved[-1]["version"] == 2
+    assert recorder.saved[-1]["metrics"]["reward_mean"] == 0.5
+    recorder = Failing([[1.0, 0.0]])
+    recorder.fails_at = 0
+    if where == "the source":
+        with pytest.raises(InputError):
+            failing(recorder).run(cast(Any, Stop()))
+        assert recorder.saved == []
 
 
 def test_a_stop_asked_for_while_a_step_is_logged_saves_that_step() -> None:

@@ -86,7 +86,8 @@ class UserCode:
     def error(self, error: BaseException, doing: str) -> InputError:
         place = _last_frame(error, self.path)
         kind = self.what if self.what == "Algorithm" else f"{self.what} function"
-        return InputError(f"{kind} {self.reference} raised {type(error).__name__}: {error} ({doing}; {place}).")
+        told = f"{kind} {self.reference} raised {type(error).__name__}: {error} ({doing}; {place})."
+        return InputError(told, _installing(error))
 
 
 def is_reference(name: str) -> bool:
@@ -302,9 +303,21 @@ def _module(code: UserCode) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise InputError(
             f"{what}: importing {code.path.name} raised {type(error).__name__}: {error} "
-            f"({_last_frame(error, code.path)})."
+            f"({_last_frame(error, code.path)}).",
+            _installing(error),
         ) from error
     return module
+
+
+def _installing(error: BaseException) -> str | None:
+    """Return how to install the package that an import lacks; None for other errors."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return None
+    package = error.name.partition(".")[0]
+    return (
+        f"Install the package that has the module {package!r} for the Python of rlctl, on every node: "
+        f"{sys.executable} -m pip install {package}. A file of yours has to be next to the one that imports it."
+    )
 
 
 def _last_frame(error: BaseException, path: Path) -> str:

@@ -126,6 +126,7 @@ class AsynchronousSource:
                 lambda: None if pauses and self._sampling() else self._batch(version), "the policy", version
             )
         with self._changed:
+            measured = self._lost_rollouts([self._finished[position] for position in positions])
             groups = [self._finished.pop(position) for position in positions]
             filled = len(positions) - len(self._unfit.intersection(positions))
             self._unfit.difference_update(positions)
@@ -134,16 +135,27 @@ class AsynchronousSource:
             failures, self._failures = self._failures, 0
             self._ledger.hand_over(positions)
         self._prompts.observe(groups)
-        measured = {"scorer_failures": failures, "offloaded_bytes": freed_bytes, "versions_since_admission": max(ages)}
-        measured |= self._groups.lost(groups)
+        measured |= {"scorer_failures": failures, "offloaded_bytes": freed_bytes, "versions_since_admission": max(ages)}
         if self._replaces:
             size = self._config.batch.prompts
             measured |= {"sampling_rounds": -(-len(groups) // size), "missing_groups": size - filled}
         return RolloutBatch(tuple(groups), measured)
 
+    def _lost_rollouts(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
+        """Return the metrics of a batch's failing rewards. Where they end the run, a checkpoint asks for all groups
+        with a failure again."""
+        try:
+            return self._groups.lost(groups)
+        except InputError:
+            again = [position for position, group in self._finished.items() if group.dropped]
+            self._finished = {position: group for position, group in self._finished.items() if not group.dropped}
+            self._unfit.difference_update(again)
+            self._ledger.give_back(again)
+            raise
+
     def state(self) -> dict[str, Any]:
         """Return the ledger and other state for `restore`, which restarts groups under way."""
-        if self._waits:
+        if self._waits and self._trouble is None:
             # Nothing is sampled between two steps. Leave nothing unscored either: a resumed run then has the same
             # rollouts as this one.
             self._wait(lambda: not self._to_score() or None, "the checkpoint")

@@ -68,6 +68,12 @@ class Ledger:
             self._handed_over.remove(self._handed_over_below)
             self._handed_over_below += 1
 
+    def give_back(self, positions: Iterable[int]) -> None:
+        """Record that the groups at `positions`, which were finished, are to be made again."""
+        given_back = set(positions)
+        self.finished -= given_back
+        self._again = sorted({*self._again, *given_back})
+
     def state(self) -> dict[str, Ranges]:
         under_way = self.under_way.union(self._again)
         return {"trained": self.handed_over, "finished": ranges(self.finished), "under_way": ranges(under_way)}

@@ -132,8 +132,10 @@ class GroupMaker:
         why = [one for group in groups for one in group.dropped]
         self._dropped.append(len(why))
         if sum(self._dropped) > FAILING_SHARE * WINDOW * self._config.batch.rollouts:
+            lost = [*self._dropped]
+            self._dropped.clear()  # a resume may have a better function
             raise InputError(
-                f"A reward function failed on {sum(self._dropped)} rollouts of the last {len(self._dropped)} batches; "
+                f"A reward function failed on {sum(lost)} rollouts of the last {len(lost)} batches; "
                 f"more than {FAILING_SHARE:.0%} of {WINDOW} batches end the run. The last failure: {why[-1]}",
                 "Fix it and continue with --allow-changes, or set reward.on_error=zero, which gives 0 there.",
             )

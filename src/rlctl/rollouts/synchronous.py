@@ -45,6 +45,13 @@ class SynchronousSource:
 
     def next(self, version: int) -> RolloutBatch:
         """Return the groups of the next positions; they are the same for any number of engines."""
+        try:
+            return self._next(version)
+        except BaseException:
+            self._ledger.give_back(self._ledger.finished)  # a checkpoint then asks for them again
+            raise
+
+    def _next(self, version: int) -> RolloutBatch:
         config, replaces = self._config, self._config.filter.groups == "replace"
         groups: list[RolloutGroup] = []
         measured = {"scorer_failures": 0, "offloaded_bytes": 0}

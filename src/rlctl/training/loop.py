@@ -29,7 +29,7 @@ import numpy as np
 from rlctl.backends.batch import MinibatchResult, TrainBatch, WeightedRollout, equal_up_to_rounding
 from rlctl.backends.clients import PolicyClient
 from rlctl.data.rollouts import LIMIT_REASONS, Rollout, RolloutGroup
-from rlctl.errors import DivergenceError
+from rlctl.errors import DivergenceError, InputError, RlctlError, first_line
 from rlctl.refit.records import RefitReport
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.ledger import ranges
@@ -103,6 +103,8 @@ class Loop:
         self.config, self.parts = config, parts
         self.step, self.version = step, version
         self.loss = RunLoss(parts.method)
+        self._trained: dict[str, Any] | None = None
+        """The metrics of the last step; None: this process has taken none."""
 
     def run(self, stop: StopRequest) -> bool:
         """Take every step up to the last one or a stop request; return whether the run was stopped."""
@@ -126,11 +128,13 @@ class Loop:
         at_start = {} if self.step else self._validate("validation_at_start")
         parts.journal.begin_step(step)
         version = self.version
-        batch = self.sample()
+        with self._saving_what_is_trained():
+            batch = self.sample()
         metrics = batch_metrics(batch, version, compares=self.parts.method.compares_rewards)
         metrics |= {**self.train_on(batch), **self.refit(), **batch.metrics, **at_start}
-        self.step = step
-        metrics |= self._validate("validation")
+        self.step, self._trained = step, metrics
+        with self._saving_what_is_trained():
+            metrics |= self._validate("validation")
         parts.journal.keep_rollouts(step, batch)
         try:
             for text in parts.health.check(step, metrics):
@@ -225,6 +229,23 @@ class Loop:
                     state["validation"] = self.parts.validation.state()
                 saver.begin(step, state, self.parts.source.write)
         saver.finish() if ending else saver.finish_if_written()
+
+    @contextmanager
+    def _saving_what_is_trained(self) -> Iterator[None]:
+        """Save the last step where sampling or scoring fails; its weights are whole. What is wrong with a user's code
+        after a step is an error at run time."""
+        try:
+            yield
+        except RlctlError as error:
+            if self._trained is None:
+                raise
+            try:
+                self._save(self.step, self._trained, ending=True)
+            except (RlctlError, OSError) as failure:
+                self.parts.journal.say(f"Step {self.step} could not be saved: {first_line(failure)}")
+            if isinstance(error, InputError):
+                raise RlctlError(error.message, error.hint or "Fix it and continue with --allow-changes.") from error
+            raise
 
     def _timed(self, metrics: dict[str, Any]) -> dict[str, Any]:
         seconds = self.parts.timer.seconds()
