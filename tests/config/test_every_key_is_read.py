@@ -153,6 +153,7 @@ def test_an_option_of_a_command_is_used_in_its_body(command: str, sub: str, func
         source += inspect.getsource(model_or_checkpoint)
     if command == "train" or "resolve_config(**context.params" in source:
         # It takes all parameters, and reads these.
-        used |= {"preset", "config", "set_", "overrides", "wandb", "tensorboard", *options.KEYS}
+        used |= {"preset", "config", "set_", "overrides", "wandb", "tensorboard", "loggers"}
+        used |= set(filter(options.key_of, options.FLAGS))
     unused = set(inspect.signature(function).parameters) - used  # type: ignore[arg-type]
     assert not unused, f"rlctl {command} {sub}: {unused} are parsed and not used"

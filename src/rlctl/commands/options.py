@@ -1,9 +1,9 @@
 """Flags that several commands share or that set a configuration key.
 
-Typer takes options from the parameters of one function. Fifty flags in ten commands would be 250 declarations, so this
-table declares each flag once, with its key. A command takes flags by name (`@taking("model preset")`) and passes all
-its parameters to `resolve_config`: `options.resolve_config(**context.params)`. A flag that is not given leaves its key
-to weaker sources.
+Typer takes options from the parameters of one function. Fifty flags in ten commands would be 250 declarations, so each
+flag is declared once: in the field of its key (`config.facts.Flag`), or here without a key. A command takes flags by
+name (`@taking("model preset")`) and passes all its parameters to `resolve_config`:
+`options.resolve_config(**context.params)`. A flag that is not given leaves its key to weaker sources.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import typer
 
 from rlctl.commands import completion
 from rlctl.commands.output import want_json
+from rlctl.config.facts import Flag
+from rlctl.config.schema import Schema
+from rlctl.config.section import Section
 from rlctl.data.prompt_rows import GYM_PREFIX
 from rlctl.errors import InputError
+from rlctl.settings.config import RolloutConfig, TextConfig
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
@@ -28,12 +32,12 @@ Json: TypeAlias = Annotated[
 ]
 
 
-LORA, LORA_RANK = "--lora", 16
-"""A flag with an optional value, and its default."""
+LORA = "--lora"
+"""A flag with an optional value, `LORA_RANK`."""
 
 
-class Flag(NamedTuple):
-    """A flag that several commands share or that sets a key."""
+class Parameter(NamedTuple):
+    """A parameter that several commands share or that sets a key."""
 
     kind: Any
     key: str | None
@@ -45,111 +49,54 @@ class Flag(NamedTuple):
 
 
 FLAGS = {
-    "overrides": Flag(list[str], None, "Keys to set: rlctl's own, or those of another trainer's recipe.", "KEY=VALUE"),
-    "preset": Flag(str, None, "Preset to start from; `rlctl presets ls` lists them.", "NAME|FILE", "--preset -p"),
-    "model": Flag(str, "model.name", "Hub name or local Hugging Face directory.", "NAME|DIR", "--model -m"),
-    "tokenizer": Flag(str, "model.tokenizer", "Tokenizer; replaces the model's.", "NAME|DIR"),
-    "chat_template": Flag(str, "model.chat_template", "Jinja chat template; replaces the model's.", "FILE|TEXT"),
-    "data": Flag(
-        list[str],
-        "data.name",
-        "File (JSON, CSV, Parquet), folder, hub dataset, or reasoning-gym:<task>. Repeatable.",
-        "SOURCE",
+    "overrides": Parameter(
+        list[str], None, "Keys to set: rlctl's own, or those of another trainer's recipe.", "KEY=VALUE"
     ),
-    "prompt_field": Flag(str, "data.prompt_field", "Data column with the prompt.", "NAME"),
-    "answer_field": Flag(str, "data.answer_field", "Data column with the reference answer.", "NAME"),
-    "val_data": Flag(
-        str, "validation.data.name", "Validation data, used before the first step and after the last.", "SOURCE"
-    ),
-    "reward": Flag(
-        list[str],
-        "reward.terms",
-        "task, exact-match, math-verify, dapo-math, ifeval, file.py:function; repeatable.",
-        "NAME[=WEIGHT]",
-    ),
-    "env": Flag(
-        str, "environment.name", "Environment of several turns: a built-in one, or your class.", "NAME|FILE:CLASS"
-    ),
-    "tool": Flag(list[str], "environment.tools", "Function that the model may call. Repeatable.", "FILE:FUNCTION"),
-    "algorithm": Flag(
-        str,
-        "run.algorithm",
-        "grpo, dapo, ppo, gspo, rloo, distillation and six more, or yours.",
-        "NAME|FILE:CLASS",
-    ),
-    "teacher": Flag(
-        str, "teacher.model", "Teacher model, for --algorithm distillation or `train distill`.", "NAME|DIR"
-    ),
-    "steps": Flag(int, "run.steps", "Number of training steps."),
-    "prompts": Flag(int, "batch.prompts", "Prompts per step."),
-    "batch_size": Flag(int, "batch.prompts", "Texts or pairs per step."),
-    "epochs": Flag(float, "run.epochs", "Passes over the data; replaces --steps."),
-    "beta": Flag(float, "preference.beta", "Strength of the pull toward the reference model."),
-    "generations": Flag(int, "batch.generations", "Rollouts per prompt."),
-    "temperature": Flag(float, "generation.temperature", "Sampling temperature; 0 is greedy."),
-    "top_p": Flag(float, "generation.top_p", "Nucleus sampling: keep the most likely tokens up to this probability."),
-    "max_new_tokens": Flag(int, "generation.max_new_tokens", "Maximum length of a completion.", "TOKENS"),
-    "max_length": Flag(int, "model.max_length", "Maximum length of prompt plus completion.", "TOKENS"),
-    "mean_length": Flag(int, "generation.mean_length", "Mean completion length, for the planner.", "TOKENS"),
-    "async_": Flag(
-        bool | None, "rollouts.mode", "Generate while the policy trains, or before each step.", names="--async/--sync"
-    ),
-    "max_staleness": Flag(int, "rollouts.max_staleness", "With --async: maximum age of a rollout, in weight versions."),
-    "colocated": Flag(
-        bool | None,
-        "generation.colocated",
-        "Generate on the training devices, or on separate ones.",
-        names="--colocated/--split",
-    ),
-    "lr": Flag(float, "optimizer.lr", "Learning rate."),
-    "lora": Flag(
-        int,
-        "training.lora.rank",
-        f"Train LoRA adapters, not all weights; RANK defaults to {LORA_RANK}.",
-        "[RANK]",
-    ),
-    "seed": Flag(int, "run.seed", "Seed for data order and sampling."),
-    "run_dir": Flag(str, "run.dir", "Directory of the run.", "DIR"),
-    "show_samples": Flag(int, "run.show_samples", "Show the best and worst completion every N steps; 0: never.", "N"),
-    "wandb": Flag(bool, None, "Log to Weights & Biases. Combines with --tensorboard."),
-    "tensorboard": Flag(bool, None, "Log to TensorBoard. Combines with --wandb."),
-    "backend": Flag(str, "training.backend", "megatron, dtensor (FSDP2), or auto: megatron if it can."),
-    "tp": Flag(int, "training.tp", "Tensor parallel size of training."),
-    "dp": Flag(int, "training.dp", "Data parallel size of training."),
-    "generation_tp": Flag(int, "generation.tp", "Tensor parallel size of the engine."),
-    "mover": Flag(
-        Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"],
-        "refit.mover",
-        "Transport of the weights; auto chooses by where the engines run.",
-    ),
-    "sparse": Flag(
-        bool | None, "refit.sparse", "Send only changed elements; the test then changes few of them between refits."
-    ),
-    "nodes": Flag(int, "cluster.nodes", "Number of nodes."),
-    "gpus_per_node": Flag(int, "cluster.gpus_per_node", "GPUs per node."),
-    "gpu": Flag(str, "cluster.gpu", "GPU type; auto detects it, cpu uses none.", "TYPE|auto|cpu"),
-    "ray_address": Flag(str, "cluster.ray_address", "Ray cluster to join.", "HOST:PORT"),
-    "goal": Flag(
-        str,
-        "run.goal",
-        "Plan for fast steps, free memory, or low cost in GPU seconds.",
-        "fast|safe|cheap",
-    ),
-    "config": Flag(
+    "preset": Parameter(str, None, "Preset to start from; `rlctl presets ls` lists them.", "NAME|FILE", "--preset -p"),
+    "wandb": Parameter(bool, None, "Log to Weights & Biases. Combines with --tensorboard."),
+    "tensorboard": Parameter(bool, None, "Log to TensorBoard. Combines with --wandb."),
+    "config": Parameter(
         list[str],
         None,
         "YAML file or another trainer's recipe, over the preset. Repeatable; the last wins.",
         "FILE",
         "--config -c",
     ),
-    "set_": Flag(list[str], None, "Set any key. Repeatable; the last wins.", "SECTION.KEY=VALUE", "--set -s"),
-    "dry_run": Flag(bool, None, "Check everything; show plan, first prompt and rewards; start nothing."),
-    "explain": Flag(bool, None, "With --dry-run: show every value, its rule, and the engines' arguments."),
-    "resume": Flag(bool, None, "Continue the run in --run-dir, or the newest run."),
-    "allow_changes": Flag(bool, None, "With --resume: continue although data, model or settings changed."),
-    "allow_differences": Flag(bool, None, "Run a recipe although rlctl lacks some of its settings."),
-    "completion": Flag(str, None, "With --dry-run: score this completion.", "TEXT"),
+    "set_": Parameter(list[str], None, "Set any key. Repeatable; the last wins.", "SECTION.KEY=VALUE", "--set -s"),
+    "dry_run": Parameter(bool, None, "Check everything; show plan, first prompt and rewards; start nothing."),
+    "explain": Parameter(bool, None, "With --dry-run: show every value, its rule, and the engines' arguments."),
+    "resume": Parameter(bool, None, "Continue the run in --run-dir, or the newest run."),
+    "allow_changes": Parameter(bool, None, "With --resume: continue although data, model or settings changed."),
+    "allow_differences": Parameter(bool, None, "Run a recipe although rlctl lacks some of its settings."),
+    "completion": Parameter(str, None, "With --dry-run: score this completion.", "TEXT"),
 }
+"""Every flag: those without a key here, and those of keys, whose fields declare them."""
+
+
+SHARED = (RolloutConfig, TextConfig)
+"""Configuration classes whose flags several commands have."""
+
+
+def declare(config: type[Section]) -> list[str]:
+    """Add the flags that a configuration class declares; return the ones of keys that `SHARED` lacks."""
+    schema = Schema((config,))
+    flags = schema.with_mark(Flag)
+    for key, flag in flags.items():
+        if flag.parameter not in FLAGS:
+            kind = flag.kind or next(iter(schema.plain_kinds(key) - {type(None)}))
+            FLAGS[flag.parameter] = Parameter(kind | None, key, flag.help, flag.metavar, flag.names)
+    return [flag.parameter for key, flag in flags.items() if key not in Schema(SHARED).marks]
+
+
+def of_methods() -> str:
+    """Return the flags of keys that only some methods have."""
+    from rlctl.methods.available import commands
+
+    return " ".join(dict.fromkeys(flag for method in commands().values() for flag in declare(method.Config)))
+
+
+for _config in SHARED:
+    declare(_config)
 TRAINING = (
     "overrides preset model data prompt_field answer_field val_data reward env tool algorithm teacher steps "
     "prompts generations temperature max_new_tokens max_length mean_length async_ max_staleness colocated lr lora seed "
@@ -166,8 +113,11 @@ COMPLETIONS = {
     "teacher": completion.models,
     "gpu": completion.gpus,
 }
-KEYS = {name: one.key for name, one in FLAGS.items() if one.key} | {"loggers": "run.loggers"}
-"""The configuration key of each parameter that sets one."""
+
+
+def key_of(parameter: str) -> str | None:
+    """Return the configuration key that a parameter sets, if any."""
+    return "run.loggers" if parameter == "loggers" else FLAGS[parameter].key if parameter in FLAGS else None
 
 
 def _parameter(name: str) -> inspect.Parameter:
@@ -224,9 +174,11 @@ def resolve_config(
     command: str | None = None,
     **params: Any,
 ) -> Resolved:
-    """Return the configuration of this command line. `params` in `KEYS` are flags that set a key; `command` is the
-    algorithm, for the commands of `train` that name one. Raises ConfigError for a wrong key or value, with its origin
-    and the nearest known key."""
+    """Return the configuration of this command line.
+
+    `params` with a key (`key_of`) are flags that set it; `command` is the algorithm, for the commands of `train` that
+    name one. Raises ConfigError for a wrong key or value, with its origin and the nearest known key.
+    """
     from rlctl.config.sources import GivenFlag
     from rlctl.methods.configuration import resolve
 
@@ -246,8 +198,8 @@ def resolve_config(
         params["async_"] = "async" if params["async_"] else "sync"
     if asked := [name for name in ("wandb", "tensorboard") if params.get(name)]:
         params["loggers"] = asked
-    given = {name: value for name, value in params.items() if name in KEYS and value not in (None, (), [])}
-    flags = {KEYS[name]: GivenFlag(flag(name), value) for name, value in given.items()}
+    given = {name: value for name, value in params.items() if key_of(name) and value not in (None, (), [])}
+    flags = {key: GivenFlag(flag(name), value) for name, value in given.items() if (key := key_of(name))}
     if command is not None:
         flags["run.algorithm"] = GivenFlag(f"train {command}", command)
     if several := flags.pop("data.name", None):

@@ -108,7 +108,8 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Record the order of the parameters, and add the default rank to a bare --lora: Typer has no options with an
         optional value."""
-        from rlctl.commands.options import LORA, LORA_RANK
+        from rlctl.commands.options import LORA
+        from rlctl.settings.training import LORA_RANK
 
         args = several(args)
         alone = {LORA, *(name for name, ours in ALIASES.items() if ours == LORA)}
@@ -153,16 +154,16 @@ def several(args: list[str]) -> list[str]:
 def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:
     """Return the help line of an option with the default of its key. Commands of `train` show their method's
     defaults."""
-    from rlctl.commands.options import KEYS, LORA
+    from rlctl.commands.options import LORA, key_of
     from rlctl.config.schema import Schema
     from rlctl.methods.available import config_class, defaults_of
     from rlctl.methods.configuration import DEFAULT_METHOD
 
     record = param.get_help_record(ctx)
-    sets = param.name in KEYS and param.param_type_name == "option" and LORA not in param.opts
+    key = key_of(param.name) if param.param_type_name == "option" and LORA not in param.opts else None
     method = getattr(ctx.command, "method", DEFAULT_METHOD)
-    found = Schema((config_class(method),)).field(KEYS[param.name]) if sets else None
-    default = None if found is None else defaults_of(method).get(KEYS[param.name], found.default)
+    declared = Schema((config_class(method),)).field(key) if key else None
+    default = None if key is None or declared is None else defaults_of(method).get(key, declared.default)
     if record is None or not isinstance(default, str | int | float) or isinstance(default, bool) or default == "":
         return record
     return record[0], f"{record[1]}  [default: {default}]"

@@ -58,7 +58,7 @@ Table = Annotated[bool, typer.Option("--table", help="Show seconds, tokens/s and
         "rlctl plan --config recipe.yaml policy.model_name=Qwen/Qwen3-1.7B training.tp=2",
     ),
 )
-@options.taking(f"{options.TRAINING} epochs batch_size beta")
+@options.taking(f"{options.TRAINING} epochs batch_size {options.of_methods()}")
 def plan(
     context: typer.Context,
     preset: str | None,
@@ -173,7 +173,7 @@ def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -
     from rlctl.planner.views.render import plan_json, plan_text, wrapped
 
     name = resolved.config.model.name or ""
-    planned = resolved.with_values(made.config_values())
+    planned = resolved.with_plan(made)
     arguments = BackendArguments.of(planned_workers(planned.config, made.facts, made, Path(name), None))
     pinned = arguments.pinned(planned)
     from rlctl.planner.views.bottlenecks import improvements, improvements_text, limits

@@ -30,8 +30,8 @@ class TrainGroup(CommandGroup):
         return [*named, *(name for name in _methods() if name not in named), NAMELESS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        found = super().get_command(ctx, cmd_name)
-        return found if found is not None or cmd_name not in _methods() else _command(cmd_name)
+        command = super().get_command(ctx, cmd_name)
+        return command if command is not None or cmd_name not in _methods() else _command(cmd_name)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flag_or_key = bool(args) and args[0] not in ctx.help_option_names and (args[0][:1] == "-" or "=" in args[0])
@@ -82,7 +82,7 @@ def grpo(context: typer.Context, json_: options.Json = False) -> None:
     NAMELESS,
     epilog=examples("rlctl train --config recipe.yaml", "rlctl train recipe --resume --run-dir runs/my-run"),
 )
-@options.taking(f"{options.TRAINING} epochs batch_size beta {RUN_FLAGS} completion")
+@options.taking(f"{options.TRAINING} epochs batch_size {options.of_methods()} {RUN_FLAGS} completion")
 def recipe(context: typer.Context, json_: options.Json = False) -> None:
     """Train with the method of a recipe, preset or run. The word `recipe` is optional."""
     _train(None, context)
@@ -100,14 +100,14 @@ def _command(name: str) -> Any:
     one = App()
 
     @one.command(name, help=method.__doc__, epilog=examples(*method.examples))
-    @options.taking(f"{TEXT_FLAGS} {method.flags}".strip())
+    @options.taking(" ".join((TEXT_FLAGS, method.flags, *options.declare(method.Config))))
     def train_method(context: typer.Context, json_: options.Json = False) -> None:
         _train(name, context)
 
-    found: Any = typer.main.get_command(one)
-    found.name = name
-    found.method = name
-    return found
+    command: Any = typer.main.get_command(one)
+    command.name = name
+    command.method = name
+    return command
 
 
 def _train(command: str | None, context: typer.Context) -> None:

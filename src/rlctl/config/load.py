@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
+from rlctl.config.facts import UNDECIDED, Decided
 from rlctl.config.passthrough import target_of
 from rlctl.config.schema import Registry, Schema
 from rlctl.config.section import Section
@@ -29,11 +30,17 @@ from rlctl.errors import ConfigError, lines_of
 
 DEFAULT = "default"
 PLANNER = "planner"
-UNDECIDED = (None, "auto")
-"""Values that leave a key to the planner, whoever has set them."""
 
 # pydantic's own words for these speak of inputs and arguments.
 REASONS = {"extra_forbidden": "there is no such key", "missing": "this key is missing"}
+
+
+class Plan(Protocol):
+    """A plan, as a configuration sees it."""
+
+    def config_values(self) -> Mapping[str, Any]:
+        """Return the keys that the plan decides, with their values."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,13 @@ class Resolved:
         given = [value for value in self.given() if stays(value)]
         refusals = [Refusal(line, final=line in self.final) for line in self.refusals]
         return self._again([below, Source(given, self.notes, refusals, shared=True)])
+
+    def with_plan(self, plan: Plan) -> Resolved:
+        """Return the configuration with the plan's values, and those that plug-ins take from the plan, for unset
+        keys."""
+        own = {key: mark.value(plan) for key, mark in Schema((type(self.config),)).with_mark(Decided).items()}
+        decided = {key: value for key, value in own.items() if value is not None}
+        return self.with_values({**plan.config_values(), **decided})
 
     def replacing(self, values: Mapping[str, Any], origin: str, without: Collection[str] = ()) -> Resolved:
         """Return the configuration with `values` (by dotted key) in any case, and keys of `without` unset."""

@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import difflib
 import functools
+import operator
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic.fields import FieldInfo
 
+from rlctl.config.facts import Decided, Fact, Flag, Unloadable
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.passthrough import annotation, installed_field, section_with
 from rlctl.config.section import PassThrough, Section
 
 if TYPE_CHECKING:
     from rlctl.config.recipes import Importer
+
+
+Mark = Fact | Decided | Unloadable | Flag
+MARKS = (Fact, Decided, Unloadable, Flag)
+M = TypeVar("M", Decided, Unloadable, Flag)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,30 @@ class Schema:
         """Every key, in order, as `section.key`."""
         fields = ((name, one.model_fields) for name, several in self.sections.items() for one in several)
         return tuple(dict.fromkeys(f"{name}.{key}" for name, keys in fields for key in keys))
+
+    @functools.cached_property
+    def marks(self) -> dict[str, tuple[Mark, ...]]:
+        """The facts about each key, with those of the sections around it; keys of inner sections one by one."""
+        marks: dict[str, tuple[Mark, ...]] = {}
+        for config in self.classes:
+            for key, several in _marks_of(config, "", ()):
+                marks[key] = tuple(dict.fromkeys((*marks.get(key, ()), *several)))
+        return marks
+
+    def facts(self, key: str) -> Fact:
+        """Return the facts about a key, or about the open mapping that it is in."""
+        while key not in self.marks and "." in key:
+            key = key.rpartition(".")[0]
+        stated = (mark for mark in self.marks.get(key, ()) if isinstance(mark, Fact))
+        return functools.reduce(operator.or_, stated, Fact(0))
+
+    def with_fact(self, fact: Fact) -> tuple[str, ...]:
+        """Return the keys with a fact, in the schema's order."""
+        return tuple(key for key in self.marks if fact in self.facts(key))
+
+    def with_mark(self, kind: type[M]) -> dict[str, M]:
+        """Return the mark of this class of each key that has one."""
+        return {key: mark for key, several in self.marks.items() for mark in several if isinstance(mark, kind)}
 
     def field(self, key: str) -> FieldInfo | None:
         """Return the field of a dotted key or of an open mapping's key; None if unknown.
@@ -145,6 +176,16 @@ class Registry:
         return cls(Schema((config,)), lambda _: config)
 
 
+def _marks_of(section: type[Section], prefix: str, around: tuple[Mark, ...]) -> Iterator[tuple[str, tuple[Mark, ...]]]:
+    for name, declared in section.model_fields.items():
+        marks = (*around, *(mark for mark in declared.metadata if isinstance(mark, MARKS)))
+        inner = section_of(declared.annotation)
+        if inner is None:
+            yield f"{prefix}{name}", marks
+        else:
+            yield from _marks_of(inner, f"{prefix}{name}.", marks)
+
+
 def section_of(annotation: Any) -> type[Section] | None:
     """Return the section class that a field holds, or None for a plain value."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
@@ -166,6 +207,13 @@ def _field_of(section: type[Section], parts: Sequence[str]) -> FieldInfo | None:
             return FieldInfo(annotation=Any) if passes else None
         model = section_of(declared.annotation)
     return declared
+
+
+def keys_with(section: type[Section], fact: Fact) -> tuple[str, ...]:
+    """Return the keys of a section with a fact, in the order of its fields."""
+    return tuple(
+        key for key, marks in _marks_of(section, "", ()) if any(m for m in marks if isinstance(m, Fact) and fact in m)
+    )
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from rlctl.config.layout import LAYOUT_OF_A_RECIPE
+from rlctl.config.facts import FOR_A_MACHINE
 from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import Preset, preset_chain
 from rlctl.config.recipes import PRESET_KEYS, Import, claimed, override_key, read_file
@@ -370,7 +370,7 @@ def sources_in_order(
             # References of a recipe lead also to the keys that it has under rlctl's own names.
             texts = [text for text in overrides if text in other or importer.has(override_key(text))]
             recipe = importer.read(path, texts if path is recipes[-1] else (), method)
-            source, above = recipe_sources(recipe.without_invalid(registry.config_class))
+            source, above = recipe_sources(recipe.without_invalid(registry.config_class), schema)
             sources.append(source)
             overridden.append(above)
             continue
@@ -380,7 +380,8 @@ def sources_in_order(
             values = last.values
         sources.append(Source(flatten(values, f"file {path}", schema)))
     for importer, texts in claimed(other if not recipes else (), registry).values():
-        overridden += recipe_sources(importer.read(None, texts, method).without_invalid(registry.config_class))
+        recipe = importer.read(None, texts, method).without_invalid(registry.config_class)
+        overridden += recipe_sources(recipe, schema)
     stated = [set_source(text.lstrip("+"), schema) for text in own]
     named = (
         (key, flag.value, f"flag {flag.name}" if flag.name.startswith("-") else flag.name)
@@ -391,7 +392,7 @@ def sources_in_order(
     return [*sources, environment_source(environment, schema), of_flags, *overridden, *typed, *stated]
 
 
-def recipe_sources(recipe: Import) -> tuple[Source, Source]:
+def recipe_sources(recipe: Import, schema: Schema) -> tuple[Source, Source]:
     """Return a recipe's source, and the stronger source of its overrides."""
     given = recipe.overridden
     values: dict[bool, list[Value]] = {True: [], False: []}
@@ -399,7 +400,7 @@ def recipe_sources(recipe: Import) -> tuple[Source, Source]:
     for key, value in recipe.values.items():
         source = recipe.source[key]
         origin = f"override {source}" if source in given else f"file {recipe.path}, {source}"
-        optional = key in recipe.optional or (key in LAYOUT_OF_A_RECIPE and source not in given)
+        optional = key in recipe.optional or (FOR_A_MACHINE in schema.facts(key) and source not in given)
         values[source in given].append(Value(key, value, origin, optional=optional))
     for line, settled_by in recipe.refusals:
         refusal = Refusal(line, settled_by, final=recipe.foreign is not None)

@@ -252,7 +252,7 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
         facts, teacher = published_facts(model), published_teacher(resolved.config)
         resolved = with_cpu_format(resolved, facts, ASSUMED_GPU)
         resolved, plan = check_plan(resolved, facts, method, ASSUMED_GPU, teacher=teacher)
-        resolved = resolved.with_values(plan.config_values())
+        resolved = resolved.with_plan(plan)
         checks = check_without_model(resolved.config, completion)
         unchecked = (f"tokenizer, chat template and lengths of prompts: {error.message}", *checks.skipped)
         workers = planned_workers(resolved.config, facts, plan, Path(model.name or ""), None, method)
@@ -278,7 +278,7 @@ def dry_generate(resolved: Resolved, samples: int, checkpoint: Checkpoint | None
     job = CompletionJob(resolved, model, samples, checkpoint)
     plan = job.plan([PROMPT_TOKENS] * prompts, assume=ASSUMED_GPU)
     refuse_unrunnable(plan)
-    job = replace(job, resolved=resolved.with_values(plan.config_values()))
+    job = replace(job, resolved=resolved.with_plan(plan))
     note = f"note: prompts are taken as {PROMPT_TOKENS} tokens long, for no tokenizer was opened"
     return DryRun(job.resolved, plan, job.arguments(plan), (*_assumed(resolved, plan), note))
 

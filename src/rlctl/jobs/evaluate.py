@@ -430,7 +430,7 @@ def _sample(one: Encoded, job: Evaluation, file: SampleFile, tell: Tell, progres
     if not any(missing.values()):
         return
     plan = one.job.checked_plan([len(prompt) for prompts in one.prompts.values() for prompt in prompts])
-    planned = replace(one.job, resolved=one.job.resolved.with_values(plan.config_values()))
+    planned = replace(one.job, resolved=one.job.resolved.with_plan(plan))
     started = started_engines(planned, plan, lambda text: tell(f"{one.candidate.label}: {text}"), one.play)
     with started as (engines, _, turn), turn:
         at_once = len(engines) * (planned.config.generation.max_concurrent or FEWEST_A_CALL)

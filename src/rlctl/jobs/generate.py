@@ -15,8 +15,8 @@ from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.checkpoints.conversion.prepared_model import require_seen
 from rlctl.checkpoints.model_source import Tell
 from rlctl.cluster.ray_session import fetch, ray_session
+from rlctl.config.facts import LAYOUT
 from rlctl.config.files import read_text, temporary_folder
-from rlctl.config.layout import LAYOUT
 from rlctl.config.load import Resolved, stored_values
 from rlctl.config.sources import Source
 from rlctl.data.chat import PromptEncoder, load_tokenizer
@@ -142,7 +142,7 @@ def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved
         raise InputError(
             f"--run-dir {directory} does not have {wanted} (it has: {have}).", "Choose another with --step."
         )
-    left_out = {*LAYOUT, "cluster.ray_address"}
+    left_out = {*asked.schema.with_fact(LAYOUT), "cluster.ray_address"}
     values = [value for value in stored_values(stored["config"]) if value.key not in left_out]
     resolved = from_sources([Source(values, shared=True), Source(asked.given(), shared=True)], RolloutConfig)
     method = method_class(resolved.config.run.algorithm)
@@ -227,7 +227,7 @@ def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Itera
         config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids, never=encoder.never_sampled
     )
     plan = job.checked_plan([len(prompt) for prompt in prompts])
-    job = replace(job, resolved=job.resolved.with_values(plan.config_values()))
+    job = replace(job, resolved=job.resolved.with_plan(plan))
     requests = [
         GroupRequest(
             i, prompt.tokens, tuple(sample_seed(config.run.seed, i, s) for s in range(job.samples)), media=prompt.media

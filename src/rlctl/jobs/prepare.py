@@ -21,8 +21,8 @@ from rlctl.backends.base import Device, Dtype, Teaching, resolve_dtype
 from rlctl.backends.lookup import engine_backend, require_backends
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import ModelSource, Tell
+from rlctl.config.facts import FOR_A_MACHINE
 from rlctl.config.installed import commit_of, installed_versions
-from rlctl.config.layout import LAYOUT_OF_A_RECIPE
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
 from rlctl.data.chat import load_tokenizer, read_template, require_directory, template_digest
@@ -216,7 +216,7 @@ def refuse_without_effect(resolved: Resolved, facts: ModelFacts) -> None:
 
 
 GIVEN_UP = (("generation.",), ("training.", "teacher."), ("generation.", "training.", "teacher."))
-"""Sections whose layout a recipe does without where no plan has it, in the order in which they are tried."""
+"""Sections whose layout keys rlctl drops from a recipe, in this order, if no plan fits."""
 
 
 def runnable_plan(
@@ -232,7 +232,7 @@ def runnable_plan(
     require_backends(resolved.config)
     plan = step_plan(resolved.config, facts, method, None, teacher, assume)
     refuse_unrunnable(plan)
-    return resolved.with_values(plan.config_values()), plan
+    return resolved.with_plan(plan), plan
 
 
 def require_devices(plan: Plan, config: RlctlConfig) -> None:
@@ -308,7 +308,7 @@ def prepare_job(
     plan = step_plan(resolved.config, facts, method, prompts, teacher.facts if teacher else None, assume)
     refuse_unrunnable(plan)
     log.info("chosen:\n%s", plan_text(plan, config.model.name or ""))
-    planned = resolved.with_values(plan.config_values())
+    planned = resolved.with_plan(plan)
     return Job(planned, source, facts, plan, prompts, rewards, method, validation, teacher, projection,
                tuple(prompt_tokens), tuple(notes))  # fmt: skip
 
@@ -411,8 +411,9 @@ def check_plan(
     try:
         return resolved, _checked_plan(resolved, facts, method, assume, teacher)
     except (ConfigError, NoPlanError) as error:
+        chosen = [key for key in resolved.schema.with_fact(FOR_A_MACHINE) if key in resolved.optional]
         for sections in GIVEN_UP:
-            given_up = [key for key in LAYOUT_OF_A_RECIPE if key in resolved.optional and key.startswith(sections)]
+            given_up = [key for key in chosen if key.startswith(sections)]
             if facts.listed and "training." in sections:  # transformers' modules have no fields of Megatron-Core
                 given_up += [key for key in resolved.optional if key.startswith(("megatron.", "ddp."))]
             origin = resolved.origin[given_up[0]] if given_up else ""

@@ -129,7 +129,7 @@ def _rehearse(
     resolved: Resolved, method: Method, plan: Plan, folder: Path, found: Rehearsal, tell: Tell, quiet: bool
 ) -> None:
     stand_ins = _write_stand_ins(resolved.config, method, plan, folder, found)
-    planned = resolved.with_values(plan.config_values())
+    planned = resolved.with_plan(plan)
     small = shrunk(planned, plan, stand_ins)
     found.shrunk, left_out = changes(planned, small)
     found.left_out += [(one.key, f"{_short(one.was)}: only GPUs compute or need it") for one in left_out]

@@ -75,7 +75,7 @@ def play(job: EpisodesJob, tell: Tell) -> Iterator[dict[str, Any]]:
     config, prompts = job.completions.config, job.prompts
     rows = {position: prompts.prompt_at(position) for position in range(job.count)}
     plan = job.completions.checked_plan([len(prompts.tokens(row)) for row in rows.values()])
-    resolved = job.completions.resolved.with_values(plan.config_values())
+    resolved = job.completions.resolved.with_plan(plan)
     job = replace(job, completions=replace(job.completions, resolved=resolved))
     seeds = {position: (sample_seed(config.run.seed, position, 0),) for position in rows}
     requests = [prompts.request(place, row, seeds[place], config.run.seed) for place, row in rows.items()]

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.backends.base import resolve_dtype
-from rlctl.config.layout import TEACHER_SIZES
+from rlctl.config.facts import REHEARSAL_DETAIL
 from rlctl.config.load import DEFAULT, PLANNER, Resolved
 from rlctl.config.parallel import SIZES, ParallelSpec
 from rlctl.data.mixing import source_settings
 from rlctl.jobs.run_workers import training_of
+from rlctl.planner.choice import TEACHER_SIZES
 from rlctl.planner.result import Plan
 from rlctl.settings.config import RlctlConfig, RolloutConfig
 from rlctl.settings.rewards import MODEL, RewardTerm, SourceReward
@@ -40,13 +41,6 @@ def varies(completion, **row):
 """
 """A scorer that differs between the completions of a random model, which are seldom right: nothing is learned from
 equal ones. It gives the share of letters of the first half of the alphabet."""
-UNTOLD = frozenset((
-    "run.dir", "run.log_rollouts", "run.show_samples", "run.keep_last", "training.threads", "generation.threads",
-    "generation.mean_length", "generation.stop", "reward.terms", "model.name", "model.tokenizer", "teacher.model",
-    "validation.reward", "data.name", "validation.data.name", "filter.max_rounds", "run.checkpoint_every",
-    "training.sequence_parallel", "generation.devices",
-))  # fmt: skip
-"""Keys whose other value in a rehearsal is not news, or is told as what plays a part."""
 GPU_FIELDS = (
     "megatron.fp8", "megatron.fp4", "megatron.transformer_impl", "megatron.moe_grouped_gemm", "megatron.moe_permute",
     "megatron.moe_router_fusion", "megatron.moe_token_dispatcher", "megatron.moe_flex", "megatron.moe_enable_deepep",
@@ -111,7 +105,8 @@ def changes(before: Resolved, after: Resolved) -> tuple[list[ReplacedValue], lis
     the schema's order."""
     then, now = dict(before.leaves()), dict(after.leaves())
     found = [ReplacedValue(key, then.get(key), now.get(key)) for key in then | now if then.get(key) != now.get(key)]
-    smaller = [one for one in found if after.origin.get(one.key) == REHEARSAL and one.key not in UNTOLD]
+    set_by_rehearsal = [one for one in found if after.origin.get(one.key) == REHEARSAL]
+    smaller = [one for one in set_by_rehearsal if REHEARSAL_DETAIL not in after.schema.facts(one.key)]
     left_out = [one for one in found if after.origin.get(one.key) != REHEARSAL]
     plain = (None, False, "auto", [], {})
     return smaller, [

@@ -7,15 +7,15 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlctl.cluster.ray_session import BesideSession
+from rlctl.config.facts import FREE, LAYOUT, Unloadable
 from rlctl.config.files import user_path
-from rlctl.config.layout import LAYOUT
 from rlctl.config.load import DEFAULT, PLANNER, Resolved, stored_values
 from rlctl.config.parallel import SIZES
 from rlctl.config.sources import ALGORITHM, Source, Value
@@ -41,22 +41,6 @@ from rlctl.training.loop import Loop
 from rlctl.training.schedule import learning_rate, weight_decay
 
 RUNS = Path("runs")
-# A resumed run may change how long, where and how it is watched, and nothing that its numbers follow from. The model
-# may have moved: what it holds is compared.
-CHANGEABLE = (
-    "run.steps", "run.epochs", "run.dir", "run.goal", "run.checkpoint_every", "run.checkpoint_minutes", "run.keep_last",
-    "run.keep_best", "run.save_final", "run.stop_within_s", "run.log_rollouts", "run.show_samples", "run.loggers",
-    "run.project", "run.name", "cluster.", "refit.", "generation.mean_length", "reward.timeout_s", "reward.on_error",
-    "model.name", "teacher.model", "checks.", "validation.every", "validation.at_start", "validation.at_end",
-    "validation.data", "validation.max_prompts", "validation.samples", "validation.temperature", "validation.reward",
-    "validation.stop_after",
-)  # fmt: skip
-
-
-# Changes with which no checkpoint can be loaded, whatever is allowed: it holds other adapters, or no critic.
-UNLOADABLE = (
-    "`training.lora.rank`", "`training.lora.targets`", "`training.lora.exclude`", "`advantage.baseline` = 'critic'",
-)  # fmt: skip
 
 
 def train_grpo(
@@ -176,13 +160,13 @@ def resumed_job(
     stored = run.manifest()
     read_metrics(run.metrics)  # what is wrong with it is told before anything starts
     edited = ["manifest.json was edited since rlctl wrote it"] if is_edited(stored) else []
-    merged, changes = continued(stored, resolved)
-    changes = [*edited, *version_changes(stored, tell), *changes]
+    merged, of_keys = continued(stored, resolved)
+    changes = [*edited, *version_changes(stored, tell), *of_keys.values()]
     if changes and not allow_changes:
         raise _refusal(changes[0])
-    if (lost := [change for change in changes if change.startswith(UNLOADABLE)]) and run.checkpoints():
+    if (lost := next(_unloadable(of_keys, merged), None)) and run.checkpoints():
         raise InputError(
-            f"--resume: {lost[0]}, and no checkpoint of the run can be loaded with that.",
+            f"--resume: {lost}, and no checkpoint of the run can be loaded with that.",
             "Leave it out, or start a new run.",
         )
     with run.opened_from_here():
@@ -205,6 +189,14 @@ def resumed_job(
         for change in _schedule_changes(stored, job.config, checkpoints[-1].step):
             tell(change)
     return job
+
+
+def _unloadable(changes: Mapping[str, str], merged: Resolved) -> Iterator[str]:
+    """Yield the changes of keys after which no checkpoint can be loaded."""
+    values = dict(merged.leaves())
+    for key, mark in merged.schema.with_mark(Unloadable).items():
+        if key in changes and (mark.to is None or values.get(key) in mark.to):
+            yield changes[key]
 
 
 def _refusal(change: str) -> InputError:
@@ -281,18 +273,19 @@ def _locked(run: RunDirectory, lock: Callable[[], None]) -> Iterator[None]:
         run.release()
 
 
-def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, list[str]]:
-    """Return the stored configuration with what `resolved` newly sets, and what of that a resumed run should not
-    change. Where the layout changes, the planner decides its values again; what the user has set stays."""
+def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, dict[str, str]]:
+    """Return the stored configuration with the new values of `resolved`, and a sentence for each key that a resumed run
+    should not change. Where the layout changes, the planner decides its values again; the user's values stay."""
     then, values = stored["config"], stored_values(stored["config"])
     given = [value for value in resolved.given() if not _yields_to_user(value, then)]
     changed = [value for value in given if value.key not in then or then[value.key]["value"] != value.value]
     if any(value.key == "run.algorithm" for value in changed):
         values = [value for value in values if not value.origin.startswith(ALGORITHM)]
-    if any(value.key in LAYOUT for value in changed):
+    schema = resolved.schema
+    if any(LAYOUT in schema.facts(value.key) for value in changed):
         # A backend that the planner chose goes on too, unless another is asked for.
         values = [value for value in values if value.origin != PLANNER or value.key == "training.backend"]
-    changes = []
+    changes: dict[str, str] = {}
     for value in changed:
         before = then.get(value.key)
         unset = value.key in ENDS_OF_SCHEDULES and before is not None and before["value"] is None
@@ -300,9 +293,9 @@ def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, lis
             continue  # what the unset key meant
         if before and _is_same_file(Path(stored.get("working_directory", "")), before["value"], value.value):
             continue
-        if not value.key.startswith(CHANGEABLE) and value.key not in LAYOUT:
+        if not schema.facts(value.key) & (FREE | LAYOUT):
             begun = f"the run was begun with {before['value']!r}" if before else "it was not set at first"
-            changes.append(f"`{value.key}` = {value.value!r} ({value.origin}), but {begun}")
+            changes[value.key] = f"`{value.key}` = {value.value!r} ({value.origin}), but {begun}"
     undecided = [value for value in given if value.key in then and then[value.key]["origin"] in (DEFAULT, PLANNER)]
     return from_sources([Source(values, shared=True), Source([*undecided, *changed], shared=True)]), changes
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
 from rlctl.backends.batch import LossOutput, MicroBatchLoss, MinibatchResult, TokenBatch, TrainBatch
+from rlctl.config.facts import Flag
 from rlctl.config.section import PositiveNumber, Section
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.prompt_rows import PromptRow
@@ -76,7 +77,7 @@ class LabelRows(RowType):
 class KtoSettings(Section):
     """The loss of `train kto`."""
 
-    beta: PositiveNumber = 0.1
+    beta: Annotated[PositiveNumber, Flag("beta", "Strength of the pull toward the reference model.")] = 0.1
     """Weight of the distance to the reference model."""
     good_weight: PositiveNumber = 1.0
     """Weight of the loss of good completions."""
@@ -99,7 +100,7 @@ class Kto(TextMethod):
     Config = KtoConfig
     config: KtoConfig
     command = "kto"
-    flags = "answer_field beta"
+    flags = "answer_field"
     examples = (
         "rlctl train kto --model Qwen/Qwen3-1.7B --data labels.jsonl --epochs 1 --lr 5e-7 --preset 1gpu",
         "rlctl train kto --resume --run-dir runs/my-run",

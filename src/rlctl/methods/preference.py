@@ -26,6 +26,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from rlctl.backends.batch import TokenBatch
+from rlctl.config.facts import Flag
 from rlctl.config.section import PositiveNumber, Section
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.data.row_types import PairRows
@@ -43,7 +44,7 @@ class PreferenceConfig(Section):
 
     loss: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
     """The formula, by its name in the literature. simpo and orpo compare without a reference model."""
-    beta: PositiveNumber = 0.1
+    beta: Annotated[PositiveNumber, Flag("beta", "Strength of the pull toward the reference model.")] = 0.1
     """Weight of the distance to the reference model: the reward of a completion is beta times the log-prob that it has
     more under the policy than under the model that the run began with. With orpo it is the weight of the odds ratio."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
@@ -215,7 +216,6 @@ class Dpo(PairMethod):
     Config = DpoConfig
     config: DpoConfig
     command = "dpo"
-    flags = "beta"
     examples = (
         "rlctl train dpo --model Qwen/Qwen3-1.7B --data pairs.jsonl --epochs 1 --lr 5e-7 --preset 1gpu",
         "rlctl train dpo --model ./my-model --data pairs.jsonl --beta 0.3 --lora",

@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlctl.config.layout import TRAINING_CHOSEN
+from rlctl.config.facts import Fact
 from rlctl.config.parallel import ParallelSpec
+from rlctl.config.schema import keys_with
+from rlctl.settings.other_models import ModelSizes
+from rlctl.settings.training import TrainingConfig
+
+TRAINING_CHOSEN = keys_with(TrainingConfig, Fact.EVERY_PLAN)
+"""Keys of `training` that every plan of a training decides."""
+TEACHER_SIZES = keys_with(ModelSizes, Fact.EVERY_PLAN)
+"""Keys of `teacher` or `reward_model` that every plan with such a model decides."""
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["float32", "bf16", "fp8", "fp4"]

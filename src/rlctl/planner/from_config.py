@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -10,8 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlctl.config.layout import LAID_OUT
+from rlctl.config.facts import PLANNED, UNDECIDED
 from rlctl.config.parallel import ParallelSpec
+from rlctl.config.schema import Schema
 from rlctl.errors import ConfigError, MachineError
 from rlctl.models.constraints import require_policy_sizes, unpacked_rule
 from rlctl.models.facts import ModelFacts
@@ -240,16 +242,9 @@ def rollout_workload(
 
 def pins_from_config(config: RlctlConfig) -> dict[str, Any]:
     """Return the keys that the planner would decide and that the user, a preset or a file has set."""
-    found: dict[str, Any] = {}
-    if config.training.backend != "auto":
-        found["training.backend"] = config.training.backend
-    for section, keys in LAID_OUT.items():
-        values = getattr(config, section, None)
-        set_keys = ((key, getattr(values, key, None)) for key in keys)
-        found |= {f"{section}.{key}": value for key, value in set_keys if value is not None}
-    if (engines := config.engine_settings) and engines.refit.mover != "auto":
-        found["refit.mover"] = engines.refit.mover
-    return found
+    keys = Schema((type(config),)).with_fact(PLANNED)
+    values = {key: functools.reduce(getattr, key.split("."), config) for key in keys}
+    return {key: value for key, value in values.items() if value not in UNDECIDED}
 
 
 def pinned_parallel(facts: ModelFacts, training: TrainingConfig) -> ParallelSpec:

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlctl.config.layout import TEACHER_SIZES
 from rlctl.models.constraints import family_problem
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.choice import TEACHER_SIZES, GenerationChoice, TrainingChoice
 from rlctl.planner.costs.memory import PhaseMemory
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import CALIBRATED_RANGE, CPU_RANGE, DEFAULTS, RANGES, RESOLUTION

@@ -6,10 +6,11 @@ A method derives its own class from one of them and adds its sections (`methods/
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import model_validator
 
+from rlctl.config.facts import FREE
 from rlctl.config.section import Section
 from rlctl.settings.data import DataConfig, ModelConfig
 from rlctl.settings.generation import FilterConfig, GenerationConfig, RefitConfig, RolloutsConfig, VllmConfig
@@ -67,8 +68,8 @@ class RlctlConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     ddp: DdpConfig = DdpConfig()
     megatron: MegatronConfig = MegatronConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    checks: ChecksConfig = ChecksConfig()
+    cluster: Annotated[ClusterConfig, FREE] = ClusterConfig()
+    checks: Annotated[ChecksConfig, FREE] = ChecksConfig()
     run: RunConfig = RunConfig()
 
     @property
@@ -142,7 +143,7 @@ class EngineConfig(RlctlConfig):
     """The sections of methods that can start engines."""
 
     generation: GenerationConfig = GenerationConfig()
-    refit: RefitConfig = RefitConfig()
+    refit: Annotated[RefitConfig, FREE] = RefitConfig()
     vllm: VllmConfig = VllmConfig()
 
     @property
@@ -193,7 +194,7 @@ class RolloutConfig(EngineConfig):
     filter: FilterConfig = FilterConfig()
     teacher: TeacherConfig = TeacherConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
-    checks: RolloutChecksConfig = RolloutChecksConfig()
+    checks: Annotated[RolloutChecksConfig, FREE] = RolloutChecksConfig()
 
     @property
     def rollout_settings(self) -> RolloutConfig:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
+from rlctl.config.facts import FREE, REHEARSAL_DETAIL, Flag
 from rlctl.config.section import PathText, Positive, PositiveNumber, Section
 from rlctl.settings.rewards import SourceReward
 
@@ -18,13 +19,21 @@ VisionPart = Literal["vision", "projector", "language"]
 class ModelConfig(Section):
     """The model, its tokenizer, and the length of a rollout."""
 
-    name: PathText | None = None
+    name: Annotated[
+        PathText | None,
+        FREE | REHEARSAL_DETAIL,
+        Flag("model", "Hub name or local Hugging Face directory.", metavar="NAME|DIR", names="--model -m"),
+    ] = None
     """Local Hugging Face directory, or name on the hub."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    tokenizer: PathText | None = None
+    tokenizer: Annotated[
+        PathText | None, REHEARSAL_DETAIL, Flag("tokenizer", "Tokenizer; replaces the model's.", metavar="NAME|DIR")
+    ] = None
     """Directory or hub name of a tokenizer that replaces the model's."""
-    chat_template: PathText | None = None
+    chat_template: Annotated[
+        PathText | None, Flag("chat_template", "Jinja chat template; replaces the model's.", metavar="FILE|TEXT")
+    ] = None
     """Jinja chat template that replaces the model's: a file, or the text itself."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as enable_thinking."""
@@ -38,7 +47,9 @@ class ModelConfig(Section):
     convert: bool = True
     """Convert the model once into the checkpoint directory, where every Megatron run starts; false: start from the
     model's files, as dtensor always does."""
-    max_length: Positive | None = None
+    max_length: Annotated[
+        Positive | None, Flag("max_length", "Maximum length of prompt plus completion.", metavar="TOKENS")
+    ] = None
     """Maximum length of prompt plus completion, in tokens."""
     max_position_embeddings: Positive | None = None
     """Number of positions of the model, replacing config.json's; the trained model keeps it."""
@@ -72,7 +83,16 @@ DataOrder = Literal["shuffled", "as-written", "difficulty", "pass-rate"]
 class DataConfig(Section):
     """The prompts or texts: their source, and their form for the model."""
 
-    name: PathText | None = None
+    name: Annotated[
+        PathText | None,
+        REHEARSAL_DETAIL,
+        Flag(
+            "data",
+            "A JSON, CSV or Parquet file, a folder, a hub dataset, or reasoning-gym:<task>. Repeat to mix.",
+            metavar="SOURCE",
+            kind=list[str],
+        ),
+    ] = None
     """`reasoning-gym:<task>`, `drawn-shapes` (pictures with questions), a JSON, CSV or Parquet file, a folder of them,
     or a Hugging Face dataset name."""
     sources: tuple[DataSource, ...] = ()
@@ -88,10 +108,12 @@ class DataConfig(Section):
     params: dict[str, Any] = {}
     """Parameters of a reasoning-gym task, for example `max_terms: 2`."""
     split: str = "train"
-    """Split of a folder or a Hugging Face dataset."""
-    prompt_field: str = "prompt"
+    """Split of a Hugging Face dataset."""
+    prompt_field: Annotated[str, Flag("prompt_field", "Data column with the prompt.", metavar="NAME")] = "prompt"
     """Field that holds the prompt: a text, or a list of chat messages."""
-    answer_field: str = "answer"
+    answer_field: Annotated[str, Flag("answer_field", "Data column with the reference answer.", metavar="NAME")] = (
+        "answer"
+    )
     """Field that holds the reference answer."""
     answer_pattern: str | None = None
     """Regular expression whose first group is the answer in the text of that field, such as `<answer>(.*?)</answer>`;
@@ -167,7 +189,11 @@ class TextDataConfig(DataConfig):
 class ValidationData(Section):
     """The prompts of validation. Unset keys have the values of `data`."""
 
-    name: str | None = None
+    name: Annotated[
+        str | None,
+        REHEARSAL_DETAIL,
+        Flag("val_data", "Validation data, used before the first step and after the last.", metavar="SOURCE"),
+    ] = None
     """Source, in the form of `data.name`; unset: the held-out prompts, or for a reasoning-gym task other questions than
     in training."""
     params: dict[str, Any] = {}

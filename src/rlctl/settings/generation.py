@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rlctl.config.facts import CHOSEN, FREE, LAYOUT, PLANNED, REHEARSAL_DETAIL, Flag
 from rlctl.config.section import (
     MOST,
     Bytes,
@@ -27,7 +28,7 @@ class FilterConfig(Section):
     groups: Literal["keep", "drop", "replace"] = "keep"
     """Treatment of groups with equal rewards (before length penalties): keep them in the batch, drop them, or sample
     other prompts until the batch is full (dynamic sampling)."""
-    max_rounds: Annotated[int, Field(gt=0, le=1000)] = 10
+    max_rounds: Annotated[int, Field(gt=0, le=1000), REHEARSAL_DETAIL] = 10
     """Maximum number of sampling rounds in a step with `groups=replace`; the step then trains on the groups it has.
     With async, a round is `batch.prompts` groups."""
     truncated: Literal["keep", "mask"] = "keep"
@@ -40,9 +41,14 @@ class FilterConfig(Section):
 class RolloutsConfig(Section):
     """Time of generation (before each step, or during training), and limits of a rollout."""
 
-    mode: Literal["sync", "async"] = "sync"
+    mode: Annotated[
+        Literal["sync", "async"],
+        Flag("async_", "Generate while the policy trains, or before each step.", names="--async/--sync", kind=bool),
+    ] = "sync"
     """Generate while the policy waits (sync), or while it trains on earlier rollouts (async)."""
-    max_staleness: Annotated[int, Field(ge=0, le=1000)] = 1
+    max_staleness: Annotated[
+        int, Field(ge=0, le=1000), Flag("max_staleness", "With --async: maximum age of a rollout, in weight versions.")
+    ] = 1
     """With async, the maximum number of weight versions between the start of a group and training on it."""
     uncorrected: bool = False
     """Allow rollouts of older weights without an importance correction (loss.importance_correction=off)."""
@@ -59,47 +65,59 @@ class GenerationConfig(Section):
 
     backend: str = "auto"
     """Generation engine: `vllm` (also `auto`), or one of an installed package."""
-    engines: Positive | None = None
+    engines: Annotated[Positive | None, CHOSEN] = None
     """Number of engines."""
-    tp: Positive | None = None
+    tp: Annotated[Positive | None, CHOSEN, Flag("generation_tp", "Tensor parallel size of the engine.")] = None
     """Tensor parallel size of one engine."""
-    pp: Positive | None = None
+    pp: Annotated[Positive | None, CHOSEN] = None
     """Pipeline parallel size of one engine."""
-    dp: Positive | None = None
+    dp: Annotated[Positive | None, CHOSEN] = None
     """Data parallel replicas in one engine, which share its experts."""
-    ep: Positive | None = None
+    ep: Annotated[Positive | None, CHOSEN] = None
     """Expert parallel size of one engine: 1, or tp x dp."""
-    colocated: bool | None = None
+    colocated: Annotated[
+        bool | None,
+        PLANNED | LAYOUT,
+        Flag("colocated", "Generate on the training devices, or on separate ones.", names="--colocated/--split"),
+    ] = None
     """Generate on the training devices; false: on separate devices, where nothing sleeps."""
-    devices: Positive | None = None
+    devices: Annotated[Positive | None, PLANNED | LAYOUT | REHEARSAL_DETAIL] = None
     """Number of devices of the engines with colocated=false: GPUs, or CPU cores."""
-    max_new_tokens: Positive = 512
+    max_new_tokens: Annotated[Positive, Flag("max_new_tokens", "Maximum length of a completion.", metavar="TOKENS")] = (
+        512
+    )
     """Maximum length of a completion, in tokens; a long prompt may leave less of `model.max_length`."""
-    mean_length: Positive | None = None
+    mean_length: Annotated[
+        Positive | None,
+        FREE | REHEARSAL_DETAIL,
+        Flag("mean_length", "Mean completion length, for the planner.", metavar="TOKENS"),
+    ] = None
     """Mean completion length in tokens, for the planner; unset: half of max_new_tokens."""
-    temperature: NonNegativeNumber = 1.0
+    temperature: Annotated[NonNegativeNumber, Flag("temperature", "Sampling temperature; 0 is greedy.")] = 1.0
     """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[
+        float, Field(gt=0, le=1), Flag("top_p", "Nucleus sampling: keep the most likely tokens up to this probability.")
+    ] = 1.0
     """Nucleus sampling: keep the most likely tokens up to this probability; 1 keeps all."""
     top_k: Annotated[int, Field(ge=-1, le=MOST)] = -1
     """Keep the k most likely tokens; -1 keeps all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Keep tokens with at least this fraction of the largest probability; 0 keeps all."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], REHEARSAL_DETAIL] = ()
     """Texts that end a completion, in addition to the model's own end tokens."""
     stop_token_ids: tuple[NonNegative, ...] = ()
     """Tokens that end a completion, in addition to the model's own end tokens."""
     env: dict[str, str] = {}
     """Environment variables of the engines' processes."""
-    memory_fraction: Fraction | None = None
+    memory_fraction: Annotated[Fraction | None, CHOSEN] = None
     """Fraction of a GPU's memory that vLLM may use."""
-    kv_cache_bytes: Bytes | None = None
+    kv_cache_bytes: Annotated[Bytes | None, CHOSEN] = None
     """KV cache size per GPU of an engine; on CPUs per engine."""
-    max_concurrent: Positive | None = None
+    max_concurrent: Annotated[Positive | None, CHOSEN] = None
     """Maximum number of sequences that an engine decodes at once."""
-    max_batched_tokens: Positive | None = None
+    max_batched_tokens: Annotated[Positive | None, CHOSEN] = None
     """Maximum number of tokens in one forward pass of an engine."""
-    threads: Threads | None = None
+    threads: Annotated[Threads | None, CHOSEN | REHEARSAL_DETAIL] = None
     """Number of CPU threads of each engine."""
     plain_parameters: bool = False
     """On CPUs, keep matrices in their published layout: faster refits, slower decoding."""
@@ -119,11 +137,17 @@ class RefitConfig(Section):
     waiting (`environment.tool_s`)."""
     verify_sample: NonNegative = 8
     """Number of tensors to compare in all other refits, different ones each time; 0: none."""
-    mover: Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"] = "auto"
+    mover: Annotated[
+        Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"],
+        PLANNED,
+        Flag("mover", "Transport of the weights; auto chooses by where the engines run."),
+    ] = "auto"
     """Transport of the weights; auto chooses by where the engines run."""
     directory: PathText | None = None
     """Shared directory where the disk mover writes weight versions."""
-    sparse: bool = False
+    sparse: Annotated[
+        bool, Flag("sparse", "Send only changed elements; the test then changes few of them between refits.")
+    ] = False
     """Send only elements that changed since the previous version."""
     full_every: Positive = 20
     """With `sparse`, the interval of full refits."""

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from rlctl.config.facts import FREE, REHEARSAL_DETAIL, SIZE, Flag
 from rlctl.config.section import PathText, Positive, Section
 
 
 class ModelSizes(Section):
     """The layout of a second model; the planner decides unset values."""
 
-    tp: Positive | None = None
+    tp: Annotated[Positive | None, SIZE] = None
     """Tensor parallel size."""
-    pp: Positive | None = None
+    pp: Annotated[Positive | None, SIZE] = None
     """Pipeline parallel size."""
-    cp: Positive | None = None
+    cp: Annotated[Positive | None, SIZE] = None
     """Context parallel size."""
-    ep: Positive | None = None
+    ep: Annotated[Positive | None, SIZE] = None
     """Expert parallel size."""
-    etp: Positive | None = None
+    etp: Annotated[Positive | None, SIZE] = None
     """Tensor parallel size of the experts."""
-    dp: Positive | None = None
+    dp: Annotated[Positive | None, SIZE] = None
     """Data parallel size."""
 
 
@@ -33,7 +34,11 @@ class TeacherConfig(ModelSizes):
     """The teacher, which provides log-probs of the policy's rollouts. It uses the policy's tokenizer; the policy's
     training backend computes it on the policy's devices."""
 
-    model: PathText | None = None
+    model: Annotated[
+        PathText | None,
+        FREE | REHEARSAL_DETAIL,
+        Flag("teacher", "Teacher model, for --algorithm distillation or `train distill`.", metavar="NAME|DIR"),
+    ] = None
     """Local Hugging Face directory, or name on the hub; unset: no teacher."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rlctl.config.facts import FREE, REHEARSAL_DETAIL, Flag
 from rlctl.config.section import NonNegative, NonNegativeNumber, PathText, Positive, PositiveNumber, Seconds, Section
 
 
@@ -23,7 +24,16 @@ class RewardTerm(Section):
 class SourceReward(Section):
     """Scorers of the completions of one source."""
 
-    terms: tuple[RewardTerm, ...] = ()
+    terms: Annotated[
+        tuple[RewardTerm, ...],
+        REHEARSAL_DETAIL,
+        Flag(
+            "reward",
+            "task, exact-match, math-verify, dapo-math, ifeval, file.py:function; repeatable.",
+            metavar="NAME[=WEIGHT]",
+            kind=list[str],
+        ),
+    ] = ()
     """Scorers whose weighted sum is the reward."""
     extract: Literal["auto", "last-number", "last-line", "boxed", "answer-tag", "choice", "full"] = "auto"
     """Extraction of the answer from the completion; auto chooses by the task. `choice` takes the letter of an
@@ -38,9 +48,9 @@ OnError = Literal["stop", "zero", "drop"]
 class RewardConfig(SourceReward):
     """Scorers of completions, and length penalties."""
 
-    timeout_s: Seconds = 60.0
+    timeout_s: Annotated[Seconds, FREE] = 60.0
     """Time limit for scoring the rollouts of one step."""
-    on_error: OnError = "drop"
+    on_error: Annotated[OnError, FREE] = "drop"
     """Reaction to a user function or environment that fails on a rollout. stop: end the run; zero: the score is 0;
     drop: leave out the rollout, but end the run in the first batch, or later if more than 5% of ten batches fail."""
     shift: float = 0.0
@@ -59,12 +69,18 @@ class RewardConfig(SourceReward):
 class EnvironmentConfig(Section):
     """The environment that answers the model, its tools, and its limits. `reward.on_error` covers its failures."""
 
-    name: PathText | None = None
+    name: Annotated[
+        PathText | None,
+        Flag("env", "Environment of several turns: a built-in one, or your class.", metavar="NAME|FILE:CLASS"),
+    ] = None
     """Built-in environment, `path/to/file.py:Class`, or an environment of an installed package; unset: rollouts have
     one turn, unless there are tools."""
     params: dict[str, Any] = {}
     """Arguments of the environment's class."""
-    tools: tuple[str, ...] = ()
+    tools: Annotated[
+        tuple[str, ...],
+        Flag("tool", "Function that the model may call. Repeatable.", metavar="FILE:FUNCTION", kind=list[str]),
+    ] = ()
     """Functions that the model may call, each as `path/to/file.py:function`."""
     tool_format: Literal[
         "auto", "hermes", "llama", "mistral", "deepseek", "deepseek-v3.2", "gpt-oss", "qwen3-coder", "glm", "gemma4",

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rlctl.config.facts import FREE, LAYOUT, REHEARSAL_DETAIL, Flag
 from rlctl.config.section import NonNegative, NonNegativeNumber, PathText, Positive, PositiveNumber, Seconds, Section
 from rlctl.settings.data import ValidationData
 from rlctl.settings.rewards import RewardTerm
@@ -15,19 +16,19 @@ from rlctl.settings.training import LogprobColumn
 class ValidationConfig(Section):
     """Interval and prompts of validation, which does not affect training."""
 
-    every: NonNegative = 0
+    every: Annotated[NonNegative, FREE] = 0
     """Interval of validations, in steps; 0: none."""
-    at_start: bool = False
+    at_start: Annotated[bool, FREE] = False
     """Validate before the first step too."""
-    at_end: bool = False
+    at_end: Annotated[bool, FREE] = False
     """Validate after the last step too, whatever the interval."""
-    data: ValidationData = ValidationData()
+    data: Annotated[ValidationData, FREE] = ValidationData()
     holdout: NonNegative = 0
     """Number of prompts held out from training, chosen by `run.seed`; validation uses them if `validation.data.name` is
     unset."""
-    max_prompts: Positive = 256
+    max_prompts: Annotated[Positive, FREE] = 256
     """Maximum number of prompts of one validation, chosen by `run.seed`."""
-    stop_after: Positive | None = None
+    stop_after: Annotated[Positive | None, FREE] = None
     """End the run after this many validations without improvement of `run.keep_best_by`, or of the mean reward or loss
     if that names no validation metric; unset: never."""
 
@@ -51,11 +52,11 @@ class ValidationConfig(Section):
 class SampledValidationConfig(ValidationConfig):
     """Interval and prompts of validation, which does not affect training."""
 
-    samples: Positive = 1
+    samples: Annotated[Positive, FREE] = 1
     """Number of samples of each prompt."""
-    temperature: NonNegativeNumber = 0.0
+    temperature: Annotated[NonNegativeNumber, FREE] = 0.0
     """Sampling temperature; 0 is greedy."""
-    reward: tuple[RewardTerm, ...] = ()
+    reward: Annotated[tuple[RewardTerm, ...], FREE | REHEARSAL_DETAIL] = ()
     """Scorers of validation; unset: the run's scorers."""
 
 
@@ -64,7 +65,7 @@ class TextValidationConfig(ValidationConfig):
 
     answers: NonNegative = 0
     """Number of held-out texts whose prompts an engine answers at each validation; 0 starts no engine."""
-    temperature: NonNegativeNumber = 0.0
+    temperature: Annotated[NonNegativeNumber, FREE] = 0.0
     """Sampling temperature of these answers; 0 is greedy."""
 
     @property
@@ -87,7 +88,7 @@ MOST_ROLLOUTS = 1_000_000
 class BatchConfig(Section):
     """Dataset rows and optimizer steps of one step."""
 
-    prompts: Positive = 8
+    prompts: Annotated[Positive, Flag("batch_size", "Texts or pairs per step.")] = 8
     """Dataset rows in each step."""
     optimizer_steps: Positive = 1
     """Optimizer steps on each batch (PPO mini-batches)."""
@@ -118,9 +119,9 @@ class BatchConfig(Section):
 class GroupBatchConfig(BatchConfig):
     """Prompts, rollouts and optimizer steps of one step."""
 
-    prompts: Positive = 8
+    prompts: Annotated[Positive, Flag("prompts", "Prompts per step.")] = 8
     """Prompts in each step."""
-    generations: Positive = 8
+    generations: Annotated[Positive, Flag("generations", "Rollouts per prompt.")] = 8
     """Rollouts of each prompt (the group); 1 is allowed for algorithms without group baselines."""
 
     @property
@@ -188,13 +189,17 @@ class RolloutChecksConfig(ChecksConfig):
 class ClusterConfig(Section):
     """The machine: nodes, GPUs, Ray, and timeouts."""
 
-    nodes: Annotated[int, Field(gt=0, le=10_000)] | None = None
+    nodes: Annotated[Annotated[int, Field(gt=0, le=10_000)] | None, LAYOUT, Flag("nodes", "Number of nodes.")] = None
     """Number of nodes."""
-    gpus_per_node: Annotated[int, Field(ge=0, le=16_384)] | None = None
+    gpus_per_node: Annotated[
+        Annotated[int, Field(ge=0, le=16_384)] | None, LAYOUT, Flag("gpus_per_node", "GPUs per node.")
+    ] = None
     """GPUs per node; 0 computes on the CPU."""
-    gpu: str = "auto"
+    gpu: Annotated[str, LAYOUT, Flag("gpu", "GPU type; auto detects it, cpu uses none.", metavar="TYPE|auto|cpu")] = (
+        "auto"
+    )
     """GPU type (h100, a100, ...), `auto` for this machine's, or `cpu`."""
-    ray_address: str | None = None
+    ray_address: Annotated[str | None, Flag("ray_address", "Ray cluster to join.", metavar="HOST:PORT")] = None
     """Address of a Ray cluster to join; unset: start one on this machine and stop it at the end."""
     start_timeout_s: Seconds = 600.0
     """Time limit for starting Ray and the workers."""
@@ -219,46 +224,68 @@ LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 class RunConfig(Section):
     """Length, directory, seed, checkpoints and logs of a run."""
 
-    algorithm: str = "grpo"
+    algorithm: Annotated[
+        str,
+        Flag(
+            "algorithm",
+            "grpo, dapo, ppo, gspo, rloo, distillation and six more, or yours.",
+            metavar="NAME|FILE:CLASS",
+        ),
+    ] = "grpo"
     """Algorithm by name, or `path/to/file.py:Class`. It sets the keys that docs/algorithms.md lists; every other source
     of values overrides them."""
-    steps: Positive = 100
+    steps: Annotated[Positive, FREE, Flag("steps", "Number of training steps.")] = 100
     """Number of steps of the run; each trains on one batch."""
-    epochs: PositiveNumber | None = None
+    epochs: Annotated[PositiveNumber | None, FREE, Flag("epochs", "Passes over the data; replaces --steps.")] = None
     """Passes over the data; replaces `run.steps`."""
-    goal: Literal["fast", "safe", "cheap"] = "fast"
+    goal: Annotated[
+        Literal["fast", "safe", "cheap"],
+        FREE,
+        Flag(
+            "goal",
+            "Plan for fast steps, free memory, or low cost in GPU seconds.",
+            metavar="fast|safe|cheap",
+            kind=str,
+        ),
+    ] = "fast"
     """Aim of the planner: the shortest step (fast), more free memory (safe), or the fewest GPU seconds (cheap)."""
-    dir: PathText | None = None
+    dir: Annotated[
+        PathText | None, FREE | REHEARSAL_DETAIL, Flag("run_dir", "Directory of the run.", metavar="DIR")
+    ] = None
     """Run directory; unset: `runs/<model>-<data>-<time>`."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32), Flag("seed", "Seed for data order and sampling.")] = 0
     """Seed of data order and sampling (32 bits)."""
-    checkpoint_every: NonNegative | None = None
+    checkpoint_every: Annotated[NonNegative | None, FREE | REHEARSAL_DETAIL] = None
     """Interval of checkpoints, in steps; 0: only at the end; unset: by time (`checkpoint_minutes`)."""
-    checkpoint_minutes: PositiveNumber = 5.0
+    checkpoint_minutes: Annotated[PositiveNumber, FREE] = 5.0
     """Time between checkpoints if `checkpoint_every` is unset; longer if saving would take more than 5% of the run."""
-    keep_last: Positive | None = None
+    keep_last: Annotated[Positive | None, FREE | REHEARSAL_DETAIL] = None
     """Number of newest checkpoints to keep; unset: one if `keep_best` is set, two if `checkpoint_every` is unset, else
     all."""
-    keep_best: Positive | None = None
+    keep_best: Annotated[Positive | None, FREE] = None
     """Number of best checkpoints by `keep_best_by` to keep, in addition to the newest."""
-    keep_best_by: str = "reward_mean"
+    keep_best_by: Annotated[str, FREE] = "reward_mean"
     """Metric that ranks checkpoints: `reward_mean` of the rollouts that their weights sampled, in later steps, or
     `validation/<name>`, such as `validation/accuracy`."""
-    save_final: bool = True
+    save_final: Annotated[bool, FREE] = True
     """Save a checkpoint at the end."""
-    save_copies: bool | None = None
+    save_copies: Annotated[bool | None, FREE] = None
     """Copy weights and optimizer states to host memory at a save, so that training goes on; false: copy nothing, and
     the next update waits until the checkpoint is written; unset: false on GPUs where host memory is short."""
-    stop_within_s: Seconds = 300.0
+    stop_within_s: Annotated[Seconds, FREE] = 300.0
     """Time limit for finishing and saving the current step after SIGTERM, SIGUSR1 or SIGHUP. Set it below the sender's
     grace period; the processes end within 15 s more."""
-    log_rollouts: NonNegative = 4
+    log_rollouts: Annotated[NonNegative, FREE | REHEARSAL_DETAIL] = 4
     """Rollouts per step that are written to rollouts/."""
-    show_samples: NonNegative | None = None
+    show_samples: Annotated[
+        NonNegative | None,
+        FREE | REHEARSAL_DETAIL,
+        Flag("show_samples", "Show the best and worst completion every N steps; 0: never.", metavar="N"),
+    ] = None
     """Interval, in steps, for showing the best and worst completion; 0: never; unset: 10 in a terminal."""
-    loggers: tuple[LoggerName, ...] | None = None
+    loggers: Annotated[tuple[LoggerName, ...] | None, FREE] = None
     """Loggers in addition to metrics.jsonl; unset: tensorboard, and wandb if WANDB_API_KEY is set."""
-    project: Annotated[str, Field(min_length=1)] = "rlctl"
+    project: Annotated[str, Field(min_length=1), FREE] = "rlctl"
     """Name of the project in Weights & Biases and Trackio, and of the experiment in MLflow."""
-    name: Annotated[str, Field(min_length=1)] | None = None
+    name: Annotated[Annotated[str, Field(min_length=1)] | None, FREE] = None
     """Name of the run in loggers; unset: the name of its directory."""

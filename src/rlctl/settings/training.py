@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from rlctl.config.facts import CHOSEN, FOR_A_MACHINE, REHEARSAL_DETAIL, SIZE, Flag, Unloadable
 from rlctl.config.section import (
     NonNegative,
     NonNegativeNumber,
@@ -21,16 +22,27 @@ LogprobColumn = Literal["old_logprobs", "reference_logprobs", "teacher_logprobs"
 """Log-probs of response tokens that are computed before training: by the policy's ranks, or by those of a teacher."""
 
 
+LORA_RANK = 16
+"""Rank of `--lora` without a number."""
+
+
 class LoraConfig(Section):
     """Low-rank adapters (LoRA), trained instead of all weights."""
 
-    rank: NonNegative = 0
+    rank: Annotated[
+        NonNegative,
+        Unloadable(),
+        Flag("lora", f"Train LoRA adapters, not all weights; RANK defaults to {LORA_RANK}.", metavar="[RANK]"),
+    ] = 0
     """Rank of the adapters; 0 trains all weights."""
     alpha: PositiveNumber = 32.0
     """Scale of the adapters, as alpha / rank."""
-    targets: Annotated[tuple[Literal["attention", "mlp"], ...], Field(min_length=1)] = ("attention", "mlp")
+    targets: Annotated[tuple[Literal["attention", "mlp"], ...], Field(min_length=1), Unloadable()] = (
+        "attention",
+        "mlp",
+    )
     """Layers with adapters: projections of attention, and of MLPs (dense and shared experts, not routed experts)."""
-    exclude: tuple[str, ...] = ()
+    exclude: Annotated[tuple[str, ...], Unloadable()] = ()
     """Layers of the targets without adapters, as patterns (`*.out_proj`) of their names in the modules of the backend:
     transformers' for dtensor, Megatron-Core's for megatron."""
 
@@ -54,42 +66,42 @@ class QuantizationConfig(Section):
 class TrainingConfig(Section):
     """Training of the policy: backend, parallelism, packing, memory."""
 
-    backend: str = "auto"
+    backend: Annotated[str, CHOSEN, Flag("backend", "megatron, dtensor (FSDP2), or auto: megatron if it can.")] = "auto"
     """Training backend; auto is megatron if it can run the configuration, else dtensor. dtensor trains transformers'
     modules with FSDP2, which shards weights, gradients and optimizer states over the data parallel ranks."""
-    tp: Positive | None = None
+    tp: Annotated[Positive | None, SIZE, Flag("tp", "Tensor parallel size of training.")] = None
     """Tensor parallel size."""
-    pp: Positive | None = None
+    pp: Annotated[Positive | None, SIZE] = None
     """Pipeline parallel size."""
-    vpp: Positive | None = None
+    vpp: Annotated[Positive | None, SIZE] = None
     """Virtual pipeline stages on each pipeline rank."""
-    first_stage_layers: Positive | None = None
+    first_stage_layers: Annotated[Positive | None, CHOSEN] = None
     """Layers of the first pipeline stage, which also has the embedding; unset: an even split."""
-    last_stage_layers: Positive | None = None
+    last_stage_layers: Annotated[Positive | None, CHOSEN] = None
     """Layers of the last pipeline stage, which also has the output layer; unset: an even split."""
-    cp: Positive | None = None
+    cp: Annotated[Positive | None, SIZE] = None
     """Context parallel size: number of ranks that share one row of tokens."""
-    ep: Positive | None = None
+    ep: Annotated[Positive | None, SIZE] = None
     """Expert parallel size."""
-    etp: Positive | None = None
+    etp: Annotated[Positive | None, SIZE] = None
     """Tensor parallel size of the experts."""
-    dp: Positive | None = None
+    dp: Annotated[Positive | None, SIZE, Flag("dp", "Data parallel size of training.")] = None
     """Data parallel size."""
-    replicate: Positive | None = None
+    replicate: Annotated[Positive | None, CHOSEN] = None
     """Number of copies of the weights that FSDP2 keeps (dtensor), each sharded over dp / replicate ranks; unset: 1."""
-    sequence_parallel: bool | None = None
+    sequence_parallel: Annotated[bool | None, SIZE | REHEARSAL_DETAIL] = None
     """Split norms and residuals over the tensor parallel ranks (sequence parallelism)."""
-    recompute: Literal["none", "selective", "full"] | None = None
+    recompute: Annotated[Literal["none", "selective", "full"] | None, SIZE] = None
     """Activation recomputation: none, attention and norms (selective), or whole layers (full). With `selective`,
     `megatron.recompute_modules` can name other parts of a layer (core_attn, layernorm, mla_up_proj, mlp, moe,
     shared_experts)."""
-    optimizer_offload: bool | None = None
+    optimizer_offload: Annotated[bool | None, SIZE] = None
     """Keep optimizer states in host memory; the update moves them to the device in parts."""
-    micro_batch_tokens: Positive | None = None
+    micro_batch_tokens: Annotated[Positive | None, SIZE] = None
     """Maximum number of tokens in one packed row (micro-batch) of a rank."""
-    packing: bool = True
+    packing: Annotated[bool, FOR_A_MACHINE] = True
     """Sequence packing: put rollouts of different lengths into one row; false: one row per rollout."""
-    dynamic_batching: bool = False
+    dynamic_batching: Annotated[bool, FOR_A_MACHINE] = False
     """Replace packing: pad rollouts of similar length to the longest, as many as fit `micro_batch_tokens`."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all its rollouts in a row (needs packing); gradients are the same."""
@@ -103,7 +115,7 @@ class TrainingConfig(Section):
     """Freeze the routers of experts. Routing still changes as the layers below train."""
     lora: LoraConfig = LoraConfig()
     quantization: QuantizationConfig = QuantizationConfig()
-    threads: Threads | None = None
+    threads: Annotated[Threads | None, CHOSEN | REHEARSAL_DETAIL] = None
     """Number of CPU threads of each training process."""
     env: dict[str, str] = {}
     """Environment variables of the training processes."""
@@ -134,7 +146,7 @@ Rounding = Literal["unbiased", "nearest"]
 class OptimizerConfig(PassThrough, section="optimizer"):
     """Adam. Further keys are fields of Megatron's OptimizerConfig."""
 
-    lr: PositiveNumber = 1e-6
+    lr: Annotated[PositiveNumber, Flag("lr", "Learning rate.")] = 1e-6
     """Learning rate; with a schedule, its peak. SFT, reward models and distillation on texts default to 1e-5."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the mean of gradients."""

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rlctl.config.facts import Unloadable
 from rlctl.config.section import NonNegative, NonNegativeNumber, Positive, PositiveNumber, Section
 from rlctl.settings.training import LogprobColumn, SchedulerConfig
 
@@ -13,7 +14,7 @@ from rlctl.settings.training import LogprobColumn, SchedulerConfig
 class AdvantageConfig(Section):
     """From rewards to the advantages of rollouts."""
 
-    baseline: Literal["mean", "leave-one-out", "none", "critic"] = "mean"
+    baseline: Annotated[Literal["mean", "leave-one-out", "none", "critic"], Unloadable(to=("critic",))] = "mean"
     """Baseline that is subtracted from a reward: the mean of its group, the mean of the group's other rollouts, none,
     or at each token the value that a critic gives it (see the section `critic`)."""
     normalize_std: bool = True

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rlctl.config.layout import TEACHER_SIZES
 from rlctl.models.constraints import unpacked_rule
-from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.choice import TEACHER_SIZES, GenerationChoice, TrainingChoice
 from rlctl.planner.costs.engines import full_step, generation_time, plan_kv, weight_bytes
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import RESOLUTION

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from rlctl.config.layout import TEACHER_SIZES, TRAINING_CHOSEN
 from rlctl.errors import NoPlanError
 from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import TEACHER_SIZES, TRAINING_CHOSEN
 from rlctl.planner.costs.checkpoint import save_of
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB
