@@ -253,14 +253,16 @@ def test_a_dry_run_without_the_model_refuses_what_needs_no_hub(files, capsys, mo
     assert "Traceback" not in shown.err
 
 
-def test_a_dry_run_imports_no_engine_and_starts_no_process(files, tiny_llama):
+def test_a_dry_run_imports_no_engine_and_starts_only_the_process_that_makes_questions(files, tiny_llama):
     looks = [
         *train(tiny_llama, "--data", "reasoning-gym:chain_sum", "--dry-run"),
         "--set",
         "reward.terms=[{name: task}]",
     ]
     program = (
-        "import subprocess, sys\nsubprocess.Popen = None\nfrom rlctl import cli\n"
+        "import subprocess, sys\nstarts = subprocess.Popen\nclass Popen(starts):\n"
+        "    def __init__(self, args, **more):\n        assert 'gym_questions' in str(args), args\n"
+        "        super().__init__(args, **more)\nsubprocess.Popen = Popen\nfrom rlctl import cli\n"
         "try:\n    cli.main(sys.argv[1:])\nexcept SystemExit as end:\n    print(end.code)\n"
         "print({'torch', 'vllm', 'ray', 'matplotlib'} & set(sys.modules))"
     )
@@ -468,7 +470,7 @@ def test_a_long_template_that_another_replaces_at_a_resume_is_a_change():
     before, now = ("Question: {prompt} " + letter * 5000 for letter in "ab")  # longer than the name of a file may be
     stored = {"config": resolve(sets=[f"data.prompt_template={before!r}"], environment={}).to_json()}
     _, changes = continued(stored, resolve(sets=[f"data.prompt_template={now!r}"], environment={}))
-    assert [change.partition(" = ")[0] for change in changes] == ["`data.prompt_template`"]
+    assert [change.partition(" = ")[0] for change in changes.values()] == ["`data.prompt_template`"]
 
 
 def test_a_size_that_the_planner_chose_becomes_the_users_when_it_is_set():
@@ -483,7 +485,7 @@ def test_a_backend_that_the_planner_chose_goes_on_unless_another_is_asked_for(fi
     stored = {"config": resolve(environment={}).with_values({"training.backend": "dtensor"}).to_json()}
     for given, expected in ((["training.dp=2"], "dtensor"), (["training.backend=megatron"], "megatron")):
         merged, changes = continued(stored, resolve(sets=given, environment={}))
-        assert (merged.config.training.backend, changes) == (expected, [])
+        assert (merged.config.training.backend, changes) == (expected, {})
     begun(train(tiny_llama), files / "run")
     stored = RunDirectory(files / "run").manifest()
     assert stored["config"]["training.backend"] == {"value": "megatron", "origin": "planner"}
@@ -509,7 +511,7 @@ def test_another_algorithm_brings_its_own_settings_and_leaves_the_users():
     assert (merged.config.loss.clip_high, merged.origin["loss.clip_high"]) == (0.28, "algorithm dapo")
     assert not changes
     merged, changes = continued(stored, resolve(flags={"run.algorithm": "gspo"}, environment={}))
-    assert "`run.algorithm` = 'gspo'" in " ".join(changes)
+    assert "`run.algorithm` = 'gspo'" in " ".join(changes.values())
     assert (merged.config.loss.clip_high, merged.origin["loss.clip_high"]) == (4e-4, "algorithm gspo")
     assert (merged.config.loss.clip_low, merged.origin["loss.clip_low"]) == (0.1, "--set")
     assert (merged.config.filter.groups, merged.origin["filter.groups"]) == ("keep", "default")

@@ -22,6 +22,9 @@ weighted = toy_methods:Weighted
 tempered = toy_methods:Tempered
 """
 CODE = '''
+from typing import Annotated
+
+from rlctl.config.facts import FREE, PLANNED, Decided, Flag
 from rlctl.config.section import Section
 from rlctl.data.row_types import TextRows
 from rlctl.methods.rl.rl_config import RlConfig
@@ -40,6 +43,10 @@ class Weighting(Section):
     """Exponent of the probability of a token."""
     by_kind: dict[str, float] = {"sum": 1.0}
     """Weights of rows by their kind."""
+    block: Annotated[
+        int | None, PLANNED | FREE, Decided(lambda plan: plan.micro_batches + 1), Flag("block", "Texts in a block.")
+    ] = None
+    """Texts in a block."""
 
 
 class WeightedConfig(SftConfig):
@@ -170,6 +177,10 @@ def test_both_are_planned_and_shown_without_being_started(package: Path, tiny_ll
     shown = rlctl(package, "train", "weighted", *words, "--set", "weighting.power=0.5", "--dry-run", "--json")
     assert shown.returncode == 0, shown.stderr
     assert json.loads(shown.stdout)["config"]["weighting.power"]["value"] == 0.5
+    assert json.loads(shown.stdout)["config"]["weighting.block"]["origin"] == "planner"
+    assert json.loads(shown.stdout)["config"]["weighting.block"]["value"] >= 2
+    given = rlctl(package, "train", "weighted", *words, "--block", "7", "--dry-run", "--json")
+    assert json.loads(given.stdout)["config"]["weighting.block"] == {"value": 7, "origin": "flag --block"}, given.stderr
     planned = rlctl(
         package, "plan", "--model", str(tiny_llama), "--gpu", "cpu", "--set", "run.algorithm=weighted", "--json"
     )
@@ -189,7 +200,7 @@ def test_both_train_and_resume(package: Path, tiny_llama: Path, tmp_path: Path) 
     common = ["--set", "training.threads=1", "--set", "model.convert=false", "--run-dir", run]
     done = rlctl(package, "train", "weighted", *words, *common, "--steps", "2", "--batch-size", "4")
     assert done.returncode == 0, done.stderr
-    again = rlctl(package, "train", "weighted", "--resume", "--run-dir", run, "--steps", "4")
+    again = rlctl(package, "train", "weighted", "--resume", "--run-dir", run, "--steps", "4", "--block", "9")
     assert again.returncode == 0, again.stderr
     lines = read_metrics(Path(run) / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]

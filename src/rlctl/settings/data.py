@@ -88,7 +88,7 @@ class DataConfig(Section):
         REHEARSAL_DETAIL,
         Flag(
             "data",
-            "A JSON, CSV or Parquet file, a folder, a hub dataset, or reasoning-gym:<task>. Repeat to mix.",
+            "JSON, CSV or Parquet file, folder, hub dataset, or reasoning-gym:<task>. Repeat to mix.",
             metavar="SOURCE",
             kind=list[str],
         ),
