@@ -88,7 +88,7 @@ class DataConfig(Section):
         REHEARSAL_DETAIL,
         Flag(
             "data",
-            "JSON, CSV or Parquet file, folder, hub dataset, or reasoning-gym:<task>. Repeat to mix.",
+            "File (JSON, CSV, Parquet), folder, hub dataset, or reasoning-gym:<task>. Repeatable.",
             metavar="SOURCE",
             kind=list[str],
         ),
