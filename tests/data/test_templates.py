@@ -79,3 +79,14 @@ def test_the_prompt_s_own_field_has_its_name_in_a_template(tmp_path: Path) -> No
     data = DataConfig(name=str(path), prompt_field="question", answer_field="solution", prompt_template="Q: {question}")
     row = open_prompts(data)[0]
     assert (row.prompt, row.answer, row.fields) == ("a", "b", {"question": "a", "solution": "b"})
+
+
+@pytest.mark.parametrize(
+    "filters", ["tojson", "tojson(indent=2)", "tojson(sort_keys=true)", "tojson(ensure_ascii=true)"]
+)
+def test_tojson_writes_what_it_writes_in_a_chat_template(filters: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    value, template = {"b": "1 < 2 & it's \u00e9", "a": [1, None, True]}, "{{ columns | " + filters + " }}"
+    [expected], _ = render_jinja_template([[{"role": "user", "content": ""}]], chat_template=template, columns=value)
+    assert PromptTemplate(template).render({"columns": value}, "line 1") == expected

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_config, read_object
-from rlctl.checkpoints.hf.tokenizer_files import by_its_file
+from rlctl.checkpoints.hf.tokenizer_files import TEKKEN, by_its_file, has_both_forms
 from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.config.files import read_text, user_path
 from rlctl.data.control_tokens import KEY, ControlTokens, begun
@@ -459,8 +459,9 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
     )
     log.info("reading the tokenizer of %s", name)
     try:
-        loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
-        return by_its_file(loaded, directory)
+        form = {"mistral_format": False} if has_both_forms(directory) else {}
+        loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=model.trust_remote_code, **form)
+        loaded = by_its_file(loaded, directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
         # what transformers raises for files missing or damaged, unknown classes, untrusted code, a hub out of reach
         if pointer := next((file for file in Path(directory).glob("tokenizer*") if is_lfs_pointer(file)), None):
@@ -470,6 +471,13 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
             f"{origin} has no tokenizer that can be loaded: {first_line(error)}",
             "Give a directory with tokenizer.json, or a hub name, with --tokenizer.",
         ) from error
+    if type(loaded).__name__ == "MistralCommonBackend":
+        raise InputError(
+            f"{origin} has {TEKKEN} without tokenizer.json: mistral-common, with which transformers reads it, has no "
+            "chat template that prompts could be written with.",
+            "Name the tokenizer of the same model in Hugging Face's form, with tokenizer.json, by --tokenizer.",
+        )
+    return loaded
 
 
 def reads_images(model_directory: Path | str) -> bool:

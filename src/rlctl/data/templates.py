@@ -32,6 +32,7 @@ class PromptTemplate:
             environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
                 undefined=jinja2.StrictUndefined, keep_trailing_newline=True
             )
+            environment.filters["tojson"] = _json
             try:
                 self.names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(text)))
                 self._compiled = environment.from_string(text)
@@ -68,6 +69,19 @@ class PromptTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             why = f"{type(error).__name__}: {first_line(error)}"
             raise InputError(f"{where}: data.prompt_template cannot be filled in: {why}.") from error
+
+
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson` as in chat templates: Jinja's own escapes for HTML and sorts keys."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=str
+    )
 
 
 def template_of(data: DataConfig) -> PromptTemplate | None:

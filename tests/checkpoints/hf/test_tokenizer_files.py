@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoTokenizer, LlamaConfig, MistralConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from rlctl.checkpoints.hf.tokenizer_files import PROBE, by_its_file, take_files_as_they_are
 from rlctl.data.chat import load_tokenizer
+from rlctl.errors import InputError
 from rlctl.settings.data import ModelConfig
 
 TEXTS = ("Hello  world, it is 12\n ok", "12345 a\t\tb", PROBE)
@@ -67,3 +69,19 @@ def test_engines_load_the_same_tokenizer(tmp_path: Path, monkeypatch: pytest.Mon
     ids = tokenizer.encode(TEXTS[0], add_special_tokens=False)
     assert ids == load_tokenizer(directory, ModelConfig()).encode(TEXTS[0], add_special_tokens=False)
     assert tokenizer.decode(ids) == TEXTS[0]
+
+
+def test_mistral_s_own_form_does_not_displace_tokenizer_json(tmp_path: Path) -> None:
+    import mistral_common
+
+    both, alone = directory_of(tmp_path / "both", "LlamaTokenizerFast", MistralConfig), tmp_path / "alone"
+    tekken = next((Path(mistral_common.__file__).parent / "data").glob("tekken*.json"))
+    MistralConfig().save_pretrained(alone)
+    for place in (both, alone):
+        shutil.copyfile(tekken, place / "tekken.json")
+    assert type(AutoTokenizer.from_pretrained(both)).__name__ == "MistralCommonBackend"  # why this is a case
+    truth, tokenizer = Tokenizer.from_file(str(both / "tokenizer.json")), load_tokenizer(both, ModelConfig())
+    assert tokenizer.encode(PROBE, add_special_tokens=False) == truth.encode(PROBE, add_special_tokens=False).ids
+    assert tokenizer.added_tokens_decoder
+    with pytest.raises(InputError, match=r"has tekken\.json without tokenizer\.json: .* no chat template"):
+        load_tokenizer(alone, ModelConfig())

@@ -17,6 +17,7 @@ from rlctl.backends.vllm.cpu import (
     cpu_latent_widths,
     packs_latent_attention,
 )
+from rlctl.checkpoints.hf.tokenizer_files import has_both_forms
 from rlctl.errors import ConfigError
 from rlctl.models.constraints import OVERFLOWS_IN_FLOAT16, require_engine_sizes
 from rlctl.models.facts import ModelFacts, RopeFacts
@@ -67,6 +68,8 @@ def engine_spec(
         "dtype": resolve_dtype(dtype or config.model.dtype, device),
         "max_model_len": max_length or config.model.max_length or facts.max_length,
     }
+    if has_both_forms(arguments["tokenizer"]):
+        arguments["tokenizer_mode"] = "hf"
     if overrides := _config_overrides(facts):
         arguments["hf_overrides"] = overrides
     _refuse_beyond_yarn(facts, arguments["max_model_len"])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TEKKEN = "tekken.json"
 GENERATION_CONFIG = "generation_config.json"
 PLAIN_CLASS = "PreTrainedTokenizerFast"
 """The class that takes `tokenizer.json` as it is, in every version of transformers."""
@@ -94,6 +95,12 @@ def _shown(backend: Any) -> tuple[list[int], str] | None:
     except Exception:  # noqa: BLE001 - of the library's own plain kind: a class's unknown token that the file lacks
         return None
     return ids, backend.decode(ids, skip_special_tokens=False)
+
+
+def has_both_forms(directory: Path | str) -> bool:
+    """Return whether a directory has `tokenizer.json` next to Mistral's `tekken.json`, which transformers 5 and vLLM
+    prefer where mistral-common is installed. Their tokenizer has no chat template and other methods."""
+    return all((Path(directory) / name).is_file() for name in (TOKENIZER_JSON, TEKKEN))
 
 
 def take_files_as_they_are() -> None:
