@@ -85,6 +85,15 @@ class SwappingEngine:
 
         return torch.cuda.mem_get_info()[0]
 
+    def fail_steps(self, message: str) -> None:
+        """Let every step raise from now on; the process lives."""
+
+        def step() -> Any:
+            raise RuntimeError(message)
+
+        with self.engine._lock.ask():
+            self.engine._engine.step = step
+
     def share_device(self) -> None:
         """Let the engine give its memory back as on a GPU. vLLM's CPU platform keeps the books and moves nothing."""
         from rlctl.backends.vllm.engine import DeviceMemory

@@ -364,3 +364,16 @@ def test_an_engine_leaves_its_device_to_the_policy_and_a_refit_wakes_the_weights
         engine.call(EngineWorker.sleep)
     engine.call(EngineWorker.wake)
     assert largest_logprob_error(generate(engine, short), policy, short) < TOLERANCE
+
+
+def test_an_engine_whose_steps_fail_is_lost_although_its_process_lives(start: Start) -> None:
+    """As after an illegal access of the GPU. `EngineClient.lost` asks `require_alive`."""
+    engine = start("wait")
+    engine.call(EngineWorker.require_alive)
+    WholeTensorPolicy(engine.model).refit(engine, 1)
+    message = "CUDA error: an illegal memory access was encountered"
+    engine.group.call(SwappingEngine.fail_steps, message)
+    with pytest.raises(WorkerError, match=message):
+        engine.call(EpisodeWorker.generate, requests(), Sampling(4), 60.0)
+    with pytest.raises(WorkerError, match=f"Engine 0 failed in a step: {message}"):
+        engine.call(EngineWorker.require_alive)

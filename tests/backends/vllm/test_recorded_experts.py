@@ -28,13 +28,28 @@ def test_cached_beginnings_are_those_of_the_sample_that_computed_them() -> None:
         "c": [(3, rows(42))],
         "d": [(0, rows(50, 60)), (1, rows(61))],  # computed again under other weights
     }
-    found = assembled({name: np.array(own) for name, own in tokens.items()}, spans)
+    found = assembled({name: np.array(own) for name, own in tokens.items()}, spans, (1, 1))
     assert {name: own.ravel().tolist() for name, own in found.items()} == {
         "a": [10, 20, 30, -1],
         "b": [10, 20, 31, 41, -1],
         "c": [10, 20, 31, 42, -1],
         "d": [50, 61, -1],
     }
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_samples_without_a_record_have_its_shape(order: str) -> None:
+    """vLLM records samples that finish, and not those that end by limit or abort."""
+    tokens = {name: np.array([1, 2, 3 + (name == "b")]) for name in order}
+    record = np.array([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], np.int16)
+    found = assembled(tokens, {"a": [(0, record)]}, (2, 2))
+    assert {name: own.shape for name, own in found.items()} == {"a": (3, 2, 2), "b": (3, 2, 2)}
+    assert (found["b"] == -1).all()
+    alone = assembled({"b": tokens["b"]}, {}, (2, 2))
+    assert alone["b"].shape == (3, 2, 2)  # a group of such samples alone
+    # And what has no record lends none: the beginning comes from the sample that has it.
+    later = assembled(tokens | {"c": np.array([1, 9])}, {"a": [(0, record)], "c": [(1, record[:1])]}, (2, 2))
+    assert later["c"][0].tolist() == record[0].tolist()
 
 
 def test_each_stage_adds_the_choices_of_its_own_layers() -> None:

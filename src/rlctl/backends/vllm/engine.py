@@ -53,6 +53,8 @@ class VllmEngine:
         self._updating: int | None = None
         """Version of a refit in progress or failed; the engine generates nothing."""
         self._clock = AwakeClock()
+        self._failed: Exception | None = None
+        """The error of a step. vLLM's scheduler, or the device's context, may be broken although the process lives."""
         self._places = places
         self._engine: Any = None
         self._hosts: LaterHosts | None = None
@@ -88,6 +90,8 @@ class VllmEngine:
     def require_alive(self) -> None:
         with self._lock.ask():
             self._rpc("rlctl_alive")
+            if self._failed is not None:
+                raise WorkerError(f"{self.label} failed in a step: {self._failed}.")
 
     # Generation
 
@@ -158,11 +162,17 @@ class VllmEngine:
                     if not self._lock.wait(deadline):
                         return []
                 else:
-                    with self._on_hosts():
-                        outputs = self._engine.step()
-                    self._take(outputs)
+                    self._take(self._step())
             if time.monotonic() > deadline:
                 return []
+
+    def _step(self) -> Sequence[Any]:
+        try:
+            with self._on_hosts():
+                return self._engine.step()
+        except Exception as error:
+            self._failed = error
+            raise
 
     def drop_samples(self, keys: Sequence[str]) -> None:
         with self._lock.ask():
@@ -207,7 +217,8 @@ class VllmEngine:
         else:
             given = {key: getattr(self._samples[key].output, "routed_experts", None) for key in keys}
             self._spans |= {key: [(0, rows)] for key, rows in given.items() if rows is not None}
-        return assembled({key: sample.all_tokens for key, sample in self._routed.items()}, self._spans)
+        tokens = {key: sample.all_tokens for key, sample in self._routed.items()}
+        return assembled(tokens, self._spans, self._engine.recorded_shape)
 
     def _take_routing(self) -> None:
         for key, spans in merged(self._rpc("rlctl_take_routing")).items():

@@ -23,10 +23,11 @@ Span = tuple[int, np.ndarray]
 """(position of the first token in its sample, int16 [T, L, K]); -1 in layers without experts."""
 
 
-def assembled(tokens: Mapping[str, np.ndarray], spans: Mapping[str, Sequence[Span]]) -> dict[str, np.ndarray]:
-    """int16 [T, L, K] per sample; -1 if unknown, as for the last token. Cached prefixes are copied from the sample that
-    computed them."""
-    shape = next((rows.shape[1:] for own in spans.values() for _, rows in own), (0, 0))
+def assembled(
+    tokens: Mapping[str, np.ndarray], spans: Mapping[str, Sequence[Span]], shape: tuple[int, int]
+) -> dict[str, np.ndarray]:
+    """int16 [T, L, K] per sample, `shape` (L, K); -1 if unknown, as for the last token. Cached prefixes are copied from
+    the sample that computed them. vLLM's own record has no samples that end by limit or abort: all theirs is -1."""
     routed = {name: np.full((len(own), *shape), -1, np.int16) for name, own in tokens.items()}
     for name, own in spans.items():
         for start, rows in own:  # later ones replace what was computed before weights changed
@@ -40,7 +41,7 @@ def assembled(tokens: Mapping[str, np.ndarray], spans: Mapping[str, Sequence[Spa
 
 def _missing(rows_TLK: np.ndarray) -> int:
     known_T = rows_TLK.reshape(len(rows_TLK), -1).max(axis=1, initial=-1) >= 0
-    return int(known_T.argmax()) if known_T.any() else 0
+    return int(known_T.argmax()) if known_T.any() else len(rows_TLK)
 
 
 def _borrow(
@@ -64,13 +65,17 @@ def merged(parts: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, Sequence[
     return found
 
 
+def recorded_shape(model_config: Any) -> tuple[int, int]:
+    """(L, K) of a model's record, as vLLM's own."""
+    return model_config.get_total_num_hidden_layers(), model_config.get_num_experts_per_tok()
+
+
 class Recorder:
     """The choices of every router of one worker, by request."""
 
     def __init__(self, runner: Any) -> None:
         """Listen to the routers of the runner's model. Raises ConfigError where they cannot be listened to."""
-        config = runner.model_config
-        self._shape = (config.get_total_num_hidden_layers(), config.get_num_experts_per_tok())
+        self._shape = recorded_shape(runner.model_config)
         self._chosen: dict[int, np.ndarray] = {}
         """Choices of the forward pass that runs, by layer: [T, K]."""
         self._found: dict[str, list[Span]] = {}

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from rlctl.backends.base import EngineSpec
 from rlctl.backends.vllm import compat
+from rlctl.backends.vllm.recorded_experts import recorded_shape
 from rlctl.checkpoints.hf.tokenizer_files import take_files_as_they_are
 from rlctl.cluster.placement import node_address
 from rlctl.cluster.session_files import family_shared_memory, note_shared_memory
@@ -120,6 +121,11 @@ class Replica:
     @property
     def max_length(self) -> int:
         return self._engine.vllm_config.model_config.max_model_len
+
+    @property
+    def recorded_shape(self) -> tuple[int, int]:
+        """(layers, experts a token) of the record of chosen experts."""
+        return recorded_shape(self._engine.vllm_config.model_config)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._engine.get_tokenizer().decode(list(tokens), skip_special_tokens=False))
@@ -301,6 +307,10 @@ class Replicas:
         self._completions: dict[str, Completion] = {}
         self.max_length = first.max_length
         self.enter, self.decode = first.enter, first.decode
+
+    @property
+    def recorded_shape(self) -> tuple[int, int]:
+        return self._first.recorded_shape
 
     def add_request(self, name: str, prompt: Any, params: Any) -> None:
         """Give the samples of a group to one replica, which computes their prompt once: to that with the fewest."""
