@@ -185,7 +185,8 @@ def test_adapters_are_written_as_peft_names_them(pools: Pools, name: str, tmp_pa
     model = hf_model(case.kind)
     for key in [key for key in written if key.endswith("lora_A.weight")]:
         module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        assert any(module == target or module.endswith(f".{target}") for target in config["target_modules"])
+        named = [*config["target_modules"], *(n.removesuffix(".weight") for n in config.get("target_parameters", ()))]
+        assert any(module == target or module.endswith(f".{target}") for target in named)
         update = LORA.alpha / LORA.rank * written[key.replace("lora_A", "lora_B")] @ written[key]
         model.get_submodule(module).weight.data += update
     weights = megatron_weights(case.kind, model.state_dict())

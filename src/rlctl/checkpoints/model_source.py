@@ -53,7 +53,16 @@ class ModelSource:
 
     def fingerprint(self) -> str:
         """Digest of the model, or of its source, because a dry run does not convert."""
-        return model_fingerprint(self.origin) if self.origin else model_fingerprint(self.directory, self.weights)
+        return model_fingerprint(self.origin) if self.origin else self.own_fingerprint()
+
+    def own_fingerprint(self) -> str:
+        """Digest of the files that the policy loads."""
+        return model_fingerprint(self.directory, self.weights)
+
+
+def as_source(model: Path | ModelSource | None) -> ModelSource | None:
+    """Return a directory as a model of that name, and a model as it is."""
+    return ModelSource(model, str(model)) if isinstance(model, Path) else model
 
 
 log = logging.getLogger(__name__)

@@ -203,12 +203,12 @@ def megatron_to_hf(
         require_absent(destination)
     from rlctl.checkpoints.conversion import hf_megatron as conversion
     from rlctl.checkpoints.conversion import peft_adapters
-    from rlctl.jobs.open_model import find_model
+    from rlctl.jobs.open_model import find_base
     from rlctl.jobs.publish import publish, require_hub, run_of, write_card
 
     if push_to_hub:
         require_hub(push_to_hub)
-    companions = find_model(config_from, weights=False, tell=message).directory if config_from else None
+    companions = find_base(config_from, source, message) if config_from else None
     whole = _with_text_part(into) if into else None
     size = parse_size(shard_size)
     chosen: dict[str, Any] = {"dtype": dtype, "verify": not no_verify, "force": force}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.conversion.prepared_model import body_of, merged, planned_text_part, repositioned, text_part_of
 from rlctl.checkpoints.hf.hf_files import read_config, refuse_quantized
 from rlctl.checkpoints.hf.model_facts import facts_in, known_facts
 from rlctl.checkpoints.hf.safetensors_files import refuse_stale_index
+from rlctl.checkpoints.megatron.lora_weights import adapter_keys
+from rlctl.checkpoints.megatron.megatron_directory import find, is_of_run, manifest_of
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
 from rlctl.config.files import user_path
 from rlctl.config.presets import preset_names, read_preset
@@ -56,6 +59,18 @@ def find_model(
     copies = weights and copies
     whole = merged(found, tell, copies=copies)
     return _seeing(whole) if images else text_part_of(whole, tell, copies=copies)
+
+
+def find_base(name: str, checkpoint: Path, tell: Tell) -> ModelSource:
+    """Find or fetch the model that a checkpoint's run began with; with its weights only for adapters, and whole only if
+    the run trained images."""
+    from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
+
+    found, images, adapted = find(checkpoint), None, False
+    if found is not None and is_of_run(found):
+        images = manifest_of(found)["config"].get("model.images", {}).get("value")
+        adapted = bool(adapter_keys(TorchDistReader.open(found.shards).shapes))
+    return find_model(name, weights=adapted, images=images, tell=tell)
 
 
 def _seeing(source: ModelSource) -> ModelSource:

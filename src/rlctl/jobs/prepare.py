@@ -182,10 +182,12 @@ class Job:
             "config": self.resolved.to_json(),
             "model": {
                 "fingerprint": self.source.fingerprint(),
+                "own_fingerprint": self.source.own_fingerprint(),
                 "tokenizer": self._tokenizer_fingerprint(Path(tokenizer)) if tokenizer else None,
                 "chat_template": template_digest(template) if template else None,
                 "directory": str(self.source.directory),
                 "weights": str(self.source.weights),
+                "origin": str(self.source.origin) if self.source.origin else None,
                 "label": self.source.label,
                 "note": self.source.note,
             },

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.inspection import inspect
+from rlctl.checkpoints.model_source import ModelSource
 from rlctl.models.families import facts_from_hf_config, weights_of
 from support.family_models import hf_model
+from support.module_runs import write_module_run
 
 Tensors = dict[str, torch.Tensor]
 
@@ -98,11 +100,101 @@ def test_what_is_not_found_is_said(base: tuple[Path, Tensors], run: tuple[Path, 
     (tmp_path / "moved" / "tokenizer.json").write_text("{}")  # another model by now
     megatron_to_hf(directory, tmp_path / "exported", tmp_path / "moved", options)
     assert said == [
-        "without the multi-token-prediction layers that config.json calls for: "
+        "without the multi-token-prediction layers that config.json called for, which is changed: "
         f"{tmp_path / 'moved'} is not the model that the run of {directory}/checkpoints/step_1/policy began with."
     ]
     same(tmp_path / "exported", trained)
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     (tmp_path / "moved" / "tokenizer.json").unlink()
     megatron_to_hf(directory, tmp_path / "again", tmp_path / "moved", options)
     assert len(said) == 1
     same(tmp_path / "again", expected)
+
+
+def predicting_model(kind: str, directory: Path) -> dict[str, torch.Tensor]:
+    """Write a tiny model whose class in transformers 5.19.0 ignores its multi-token-prediction tensors
+    (`_keys_to_ignore_on_load_unexpected`), under their published names; return these tensors."""
+    import transformers
+
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "moe_intermediate_size": 16, "num_experts": 2,
+        "n_routed_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "shared_expert_intermediate_size": 16,
+    }  # fmt: skip
+    own = {
+        "qwen3_next": {
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        },
+        "glm4_moe": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    }[kind]  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **sizes, **own)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    if kind == "qwen3_next":
+        at, declared = "mtp.layers.0", {"mtp_num_hidden_layers": 1}
+        names = {"mtp.fc.weight": (32, 64), "mtp.norm.weight": (32,), f"{at}.mlp.experts.1.down_proj.weight": (32, 16)}
+    else:
+        at, declared = "model.layers.92", {"num_nextn_predict_layers": 1}
+        names = {f"{at}.eh_proj.weight": (32, 64), f"{at}.mlp.gate.e_score_correction_bias": (2,)}
+    further = {name: torch.randn(shape) for name, shape in names.items()}
+    held = load_file(directory / "model.safetensors") | further
+    save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
+    read = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(read | declared))
+    return further
+
+
+def trained_run(directory: Path, run: Path) -> Path:
+    """A run on the backend dtensor that has halved every weight."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    held = {name: value.detach() / 2 for name, value in model.state_dict().items()}
+    return write_module_run(run, ModelSource(directory, str(directory)), held)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "glm4_moe"])
+def test_tensors_that_transformers_ignores_are_exported_as_they_were(kind: str, tmp_path: Path) -> None:
+    further = predicting_model(kind, tmp_path / "base")
+    before = load_file(tmp_path / "base" / "model.safetensors")
+    run = trained_run(tmp_path / "base", tmp_path / "run")
+    assert megatron_to_hf(run, tmp_path / "out").verified
+    same(tmp_path / "out", {name: value if name in further else value / 2 for name, value in before.items()})
+    megatron_to_hf(run, tmp_path / "half", None, Options(dtype="bfloat16"))
+    name = next(iter(further))
+    assert torch.equal(load_file(tmp_path / "half" / "model.safetensors")[name], further[name].bfloat16())
+
+
+def test_an_export_without_them_declares_none(tmp_path: Path) -> None:
+    predicting_model("glm4_moe", tmp_path / "base")
+    run, told = trained_run(tmp_path / "base", tmp_path / "run"), list[str]()
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["model"] |= {"fingerprint": "of another model", "own_fingerprint": None}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    megatron_to_hf(run, tmp_path / "out", None, Options(tell=told.append))
+    (line,) = told
+    assert "without the multi-token-prediction layers that config.json called for" in line
+    assert "is not the model that the run" in line
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_a_block_scaled_layer_is_exported_in_plain_numbers(tmp_path: Path) -> None:
+    """The formula of DeepSeek-V3: value times the scale of its block of 16 x 16."""
+    predicting_model("glm4_moe", tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    held, name = load_file(file), "model.layers.92.eh_proj.weight"
+    held[name], held[f"{name}_scale_inv"] = held[name].to(torch.float8_e4m3fn), torch.rand(2, 4) + 0.5
+    save_file(held, file, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
+    run = trained_run(tmp_path / "base", tmp_path / "run")
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config | quantized))
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["model"]["fingerprint"] = model_fingerprint(tmp_path / "base")
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    megatron_to_hf(run, tmp_path / "out", None, Options(dtype="float32"))
+    scales = held[f"{name}_scale_inv"].repeat_interleave(16, 0).repeat_interleave(16, 1)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    torch.testing.assert_close(found[name], held[name].float() * scales, rtol=0, atol=0)
+    assert f"{name}_scale_inv" not in found

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf, take_text_part
+from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
 from rlctl.checkpoints.conversion.prepared_model import TEXT, conversion_directory, require_seen
 from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.hf.text_config import text_config
@@ -23,9 +24,10 @@ from rlctl.checkpoints.inspection import inspect
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.errors import InputError, MachineError
-from rlctl.jobs.open_model import find_model, published_facts
+from rlctl.jobs.open_model import find_base, find_model, published_facts
 from rlctl.jobs.tiny_model import CHAT_TEMPLATE, VOCAB_SIZE
 from rlctl.settings.data import ModelConfig
+from support.module_runs import write_module_run
 from support.multimodal_models import MODELS, write_multimodal
 
 QUICK = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl_moe", "llama4")
@@ -101,6 +103,16 @@ def test_the_text_part_is_the_whole_model_given_text(name: str, written: Any, tm
     assert all(torch.equal(held[key], own[key]) for key in own)
     assert torch.equal(whole.get_output_embeddings().weight, text.get_output_embeddings().weight)
     assert torch.equal(logprobs(whole), logprobs(text))
+
+
+def test_a_text_part_declares_no_layers_that_it_lacks(written: Any, tmp_path: Path) -> None:
+    model, told = shutil.copytree(written("qwen3_5"), tmp_path / "model"), list[str]()
+    section = json.loads((model / "config.json").read_text())["text_config"]
+    change(model, text_config=section | {"mtp_num_hidden_layers": 1})
+    in_one_file(model, tensors_in(model) | {"mtp.fc.weight": torch.ones(64, 128)})
+    take_text_part(model, tmp_path / "text", Options(tell=told.append))
+    assert told == ["without the multi-token-prediction layers, which transformers' text model does not have"]
+    assert json.loads((tmp_path / "text" / "config.json").read_text())["mtp_num_hidden_layers"] == 0
 
 
 def test_values_around_the_text_section_are_the_text_models(gemma: Path) -> None:
@@ -337,3 +349,51 @@ def test_weights_are_put_into_no_other_model(written: Any, tmp_path: Path) -> No
     checkpoint = trained(tmp_path / "text", tmp_path)
     with pytest.raises(InputError, match=r"its text part is another model than this one, by lm_head\.weight"):
         megatron_to_hf(checkpoint, tmp_path / "whole", None, Options(whole=written("mistral3")))
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3", "qwen2_5_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.slow), "llama4"]
+)
+def test_adapters_of_a_text_part_go_back_into_both_models(name: str, written: Any, tmp_path: Path) -> None:
+    """The truth is transformers' whole model with alpha / r B A added to the linear layers of its text part."""
+    whole, place = written(name), tmp_path / "text"
+    take_text_part(whole, place)
+    run, pairs = adapter_run(ModelSource(place, str(whole), origin=whole), tmp_path / "run", str(whole))
+    assert megatron_to_hf(run, tmp_path / "merged").verified
+    megatron_to_peft(run, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(whole)
+    adapter, model = load_file(tmp_path / "adapter" / "adapter_model.safetensors"), whole_model(whole)
+    for key in [key for key in adapter if key.endswith("lora_A.weight")]:
+        module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        assert {module, module.rpartition(".")[2]} & {*config["target_modules"]}
+        model.get_submodule(module).weight.data += 2.0 * adapter[key.replace("lora_A", "lora_B")] @ adapter[key]
+    assert len(adapter) == 2 * len(pairs) > 0
+    changed = logprobs(model)
+    torch.testing.assert_close(logprobs(text_model(tmp_path / "merged")), changed, atol=1e-4, rtol=0)
+    assert (changed - logprobs(whole_model(whole))).abs().max() > 0.1
+    shutil.rmtree(place)  # the cache of conversions was emptied
+    with pytest.raises(InputError, match=r"began with is not at .*text any more"):
+        megatron_to_hf(run, tmp_path / "again")
+    found = find_base(str(whole), run, lambda line: None)
+    assert megatron_to_hf(run, tmp_path / "again", found).verified
+    assert all(
+        torch.equal(value, tensors_in(tmp_path / "merged")[key])
+        for key, value in tensors_in(tmp_path / "again").items()
+    )
+    megatron_to_hf(run, tmp_path / "back", found, Options(whole=whole))
+    torch.testing.assert_close(logprobs(whole_model(tmp_path / "back")), changed, atol=1e-4, rtol=0)
+
+
+def adapter_run(base: ModelSource, run: Path, name: str) -> tuple[Path, dict[str, Any]]:
+    """Write the checkpoint of a run on the backend dtensor with random adapters of rank 2 and alpha 4."""
+    from torch import nn
+
+    generator, held, layers = torch.Generator().manual_seed(0), dict[str, torch.Tensor](), dict[str, Any]()
+    for module, layer in text_model(base.directory).named_modules():
+        if type(layer) is nn.Linear and ".layers." in module:
+            layers[module] = layer
+            held[f"{module}.lora_a"] = torch.randn(2, layer.in_features, generator=generator) * 0.3
+            held[f"{module}.lora_b"] = torch.randn(layer.out_features, 2, generator=generator) * 0.3
+    lora = {"training__lora__rank": 2, "training__lora__alpha": 4.0}
+    return write_module_run(run, base, held, model__name=name, **lora), layers

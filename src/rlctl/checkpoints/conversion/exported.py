@@ -4,19 +4,20 @@ layers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.conversion.stream import Beside, ParamReader
 from rlctl.checkpoints.hf.hf_files import read_config
-from rlctl.checkpoints.hf.hf_model import open_hf_model
+from rlctl.checkpoints.hf.hf_model import FLOATS, open_hf_model
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.reward_models import SCORE, scorer_config, with_score
 from rlctl.checkpoints.megatron.lora_weights import adapter_keys, read_adapters, scale_of
 from rlctl.checkpoints.megatron.megatron_directory import Base, MegatronDirectory, base_of, computed_in, is_of_run
 from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model, value_head
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
+from rlctl.checkpoints.model_source import ModelSource
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
@@ -42,21 +43,37 @@ class Exported:
     rounding: Rounding = "unbiased"
     score: ParamSpec | None = None
     """The head of a reward model."""
+    predicting: dict[str, ParamSpec] = field(default_factory=dict)
+    """Multi-token-prediction tensors of the base model without modules in transformers; dtype empty: the model's."""
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The values of config.json that are others than the companions'."""
+        before = read_config(self.companions)
+        return {key: value for key, value in self.config.items() if key not in before or before[key] != value}
 
 
-def exported_weights(found: MegatronDirectory, config_from: Path | None, tell: Callable[[str], None]) -> Exported:
+PREDICTING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+"""Keys of config.json with the number of multi-token-prediction layers."""
+
+
+def exported_weights(
+    found: MegatronDirectory, config_from: ModelSource | None, tell: Callable[[str], None]
+) -> Exported:
     """Return a checkpoint's weights with merged adapters and the base model's multi-token-prediction layers. `tell`
     reports missing parts. Raises InputError for a damaged checkpoint or a missing base model."""
     reader = TorchDistReader.open(found.shards)
     if adapter_keys(reader.shapes):
         return _merged(found, reader, config_from)
-    companions = config_from or found.huggingface()
+    companions = config_from.directory if config_from else found.huggingface()
     if companions is None:
         hint = "Name the Hugging Face model it was made from with --config-from."
         raise InputError(f"{found.shards} has no config.json next to it.", hint)
     own_weights = _of_checkpoint(found, companions)
     untrained = facts_in(own_weights.companions)
-    if own_weights.facts.mtp_layers == untrained.mtp_layers:
+    if own_weights.score is not None:
+        return _undeclared(own_weights, "a reward model predicts no tokens.", tell)
+    if own_weights.facts.mtp_layers == untrained.mtp_layers and not untrained.left_out:
         return own_weights
     why = f"{found.shards} holds none of them."
     try:
@@ -64,17 +81,25 @@ def exported_weights(found: MegatronDirectory, config_from: Path | None, tell: C
         why = f"{base.companions} has none of them either." if is_of_run(found) else why
     except InputError as error:
         base, why = own_weights, error.message
-    if base.facts.mtp_layers != untrained.mtp_layers:
-        tell(f"without the multi-token-prediction layers that config.json calls for: {why}")
-        return own_weights
+    if base.facts.mtp_layers != untrained.mtp_layers or not (untrained.mtp_layers or base.predicting):
+        return _undeclared(own_weights, why, tell)
     # What the run does not train is as it was in the model that it began with.
-    lacking = weights_of(untrained).tensors.keys() - weights_of(own_weights.facts).tensors.keys()
+    there = weights_of(untrained).tensors.keys() | base.predicting.keys()
+    lacking = there - weights_of(own_weights.facts).tensors.keys()
     ours, theirs = own_weights.world.layout(0), base.world.layout(0)
     pieces = tuple(piece for piece in theirs.pieces if piece.tensor in lacking)
     read = _read_for(pieces)
     layout = Layout(0, ours.params | {name: theirs.params[name] for name in read}, ours.pieces + pieces, ours.fills)
     source = Beside(own_weights.source, base.source, read)
-    return replace(own_weights, facts=untrained, world=SingleWorld(layout), source=source)
+    world, further = SingleWorld(layout), base.predicting
+    return replace(own_weights, facts=untrained, world=world, source=source, predicting=further)
+
+
+def _undeclared(made: Exported, why: str, tell: Callable[[str], None]) -> Exported:
+    """Return a model without multi-token-prediction layers, which its config.json then does not call for either."""
+    if called_for := {key: 0 for key in PREDICTING if made.config.get(key)}:
+        tell(f"without the multi-token-prediction layers that config.json called for, which is changed: {why}")
+    return replace(made, config=made.config | called_for)
 
 
 def _of_checkpoint(found: MegatronDirectory, companions: Path) -> Exported:
@@ -97,6 +122,7 @@ def _scoring(made: Exported, reader: TorchDistReader) -> Exported:
         world=SingleWorld(with_score(made.world.layout(0), held)),
         source=Beside(made.source, _Whole(reader, head), (SCORE,)),
         score=score,
+        predicting={},
     )
 
 
@@ -104,10 +130,18 @@ def _of_base(base: Base, dtype: str) -> Exported:
     if base.megatron is not None:
         return _of_checkpoint(base.megatron, base.directory)
     model = open_hf_model(base.directory)
-    return Exported(base.directory, model.config, model.facts, model.world, model.source, dtype)
+    own, further = model.layout, model.predicting
+    layout = replace(own, params=own.params | further.params, pieces=(*own.pieces, *further.pieces))
+    kept = {
+        piece.tensor: spec if spec.dtype in FLOATS - {model.dtype} else replace(spec, dtype="")
+        for piece in further.pieces
+        for spec in [further.params[piece.param]]
+    }
+    world = SingleWorld(layout)
+    return Exported(base.directory, model.config, model.facts, world, model.source, dtype, predicting=kept)
 
 
-def _merged(found: MegatronDirectory, reader: TorchDistReader, config_from: Path | None) -> Exported:
+def _merged(found: MegatronDirectory, reader: TorchDistReader, config_from: ModelSource | None) -> Exported:
     base, (computed, rounding) = base_of(found, config_from), computed_in(found)
     dtype = computed or reader.shapes[adapter_keys(reader.shapes)[0]].dtype
     under = _of_base(base, dtype)

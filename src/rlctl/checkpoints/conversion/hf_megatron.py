@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rlctl.checkpoints.conversion import record
-from rlctl.checkpoints.conversion.exported import exported_weights
+from rlctl.checkpoints.conversion.exported import PREDICTING, exported_weights
 from rlctl.checkpoints.conversion.run_tokenizer import take_tokenizer_of_run
 from rlctl.checkpoints.conversion.stream import (
     Beside,
@@ -28,7 +28,7 @@ from rlctl.checkpoints.conversion.stream import (
 from rlctl.checkpoints.conversion.text_checkpoint import OTHER, RawTensors, text_layouts, whole_layouts
 from rlctl.checkpoints.hf.hf_files import WEIGHTS, copy_companions, read_object
 from rlctl.checkpoints.hf.hf_model import open_hf_model
-from rlctl.checkpoints.hf.reward_models import OF_SCORER, require_loadable, with_score
+from rlctl.checkpoints.hf.reward_models import require_loadable, with_score
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, SafetensorsWriter
 from rlctl.checkpoints.hf.text_config import text_config, write_companions
 from rlctl.checkpoints.hf.text_part import TextPart
@@ -36,7 +36,7 @@ from rlctl.checkpoints.identity import damaged_files, source_identity
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, LATEST, RELEASE, MegatronDirectory, find
 from rlctl.checkpoints.megatron.megatron_model import Blocks, common_values
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader, TorchDistWriter
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_source import ModelSource, Tell, as_source
 from rlctl.checkpoints.staging import any_content, locked, require_replaceable, staged
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import InputError, listed
@@ -44,7 +44,7 @@ from rlctl.models.families import weights_of
 from rlctl.settings.training import Rounding
 from rlctl.weights import hf
 from rlctl.weights import torch_dist as keys
-from rlctl.weights.layout import Layout, ParamSpec, Shape
+from rlctl.weights.layout import Layout, ParamSpec, Shape, whole_piece
 from rlctl.weights.plan_execution import dtype_of
 from rlctl.weights.transfer_plan import SingleWorld, World
 
@@ -129,10 +129,10 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
 
 
 def megatron_to_hf(
-    source: Path, destination: Path, config_from: Path | None = None, options: Options | None = None
+    source: Path, destination: Path, config_from: Path | ModelSource | None = None, options: Options | None = None
 ) -> Report:
     """Write the Hugging Face directory of a Megatron checkpoint (see `exported`). Raises like `hf_to_megatron`.
-    `config_from`: a directory with config.json and tokenizer, if the checkpoint has none."""
+    `config_from`: a model with config.json and tokenizer, if the checkpoint has none, or the run's base."""
     options = options or Options()
     found = find(source)
     if found is None:
@@ -141,7 +141,7 @@ def megatron_to_hf(
         raise InputError(f"{source} {why}.", hint)
     if options.verify:
         require_undamaged(found)
-    model = exported_weights(found, config_from, options.tell)
+    model = exported_weights(found, as_source(config_from), options.tell)
     dtype = options.dtype or model.dtype
     wanted = {"source": [str(found.shards.resolve()), found.iteration], "dtype": dtype, "format": "safetensors"}
     part = TextPart.open(options.whole) if options.whole else None
@@ -153,6 +153,9 @@ def megatron_to_hf(
         target = hf.layout(model.facts, dtype, copies=True, published=published)
         if model.score is not None:
             target = with_score(target, replace(model.score, dtype=dtype))
+        further = {name: replace(spec, dtype=spec.dtype or dtype) for name, spec in model.predicting.items()}
+        heads = tuple(whole_piece(name, name, spec.shape) for name, spec in further.items())
+        target = replace(target, params=target.params | further, pieces=(*target.pieces, *heads))
         specs = target.params
     else:
         published = {name: spec.dtype for name, spec in part.specs.items()}
@@ -174,8 +177,7 @@ def megatron_to_hf(
         writer = SafetensorsWriter(aside, specs, options.shard_bytes, files)
         done = _write_safetensors(aside, world, reader, target, writer, options, model.rounding, check)
         if part is None:
-            values = {key: model.config[key] for key in OF_SCORER if key in model.config} if model.score else {}
-            values |= _dtype_value(model.config, dtype)
+            values = model.changed | _dtype_value(model.config, dtype)
             copy_companions(model.companions, aside, ("quantization_config",), **values)
             if model.score is not None:
                 require_loadable(aside, specs)
@@ -200,9 +202,13 @@ def take_text_part(source: Path, destination: Path, options: Options | None = No
     InputError for an untrainable text part."""
     options, part = options or Options(), TextPart.open(source)
     stored, own = text_layouts(part)
+    config = text_config(source)
+    called_for = {key: 0 for key in PREDICTING if config.get(key) and not part.facts.mtp_layers}
 
     def write(aside: Path) -> Streamed:
-        write_companions(source, aside, text_config(source))
+        if called_for:
+            options.tell("without the multi-token-prediction layers, which transformers' text model does not have")
+        write_companions(source, aside, config | called_for)
         writer = SafetensorsWriter(aside, part.specs, options.shard_bytes)
         done = _write_safetensors(aside, SingleWorld(stored), RawTensors(part.files), own, writer, options)
         return replace(done, fingerprints={})  # in the dtypes of the files, of which nothing else is made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from rlctl.weights import hf
 from rlctl.weights.dtensor import module_layout
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Shape, Span, whole, whole_piece
 from rlctl.weights.transfer_plan import SingleWorld, World
-from rlctl.weights.transforms import Dequantize, ReadThrough, Transform
+from rlctl.weights.transforms import Dequantize, ReadThrough
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 SCALE = "_scale_inv"
 EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|down|w1|w2|w3)(?:_proj)?\.weight$")
+_MTP = re.compile(r"(?:model\.)?mtp\.")
 PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 """Mixtral's names of an expert's matrices."""
 
@@ -44,6 +45,8 @@ class HuggingFaceModel:
     source: PublishedFiles
     """The source of the layout's params."""
     layout: Layout
+    predicting: Layout
+    """Tensors that predict further tokens, of which transformers has no modules."""
 
     @property
     def world(self) -> World:
@@ -93,23 +96,38 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
             continue
         own_dtype = weights_of(facts).by_tensor[name][0].dtype
         stored = _checked(directory, _stored_name(name, facts, files), shape, own_dtype, files)
-        params[stored.name] = ParamSpec(stored.shape, stored.dtype)
-        transforms: tuple[Transform, ...] = ()
-        if stored.dtype == "float8_e4m3fn":  # block-scaled float8 is read through its scales
-            scale, size = files.tensors.get(stored.name + SCALE), tuple(block or (128, 128))
-            if scale is None:
-                why = f"{stored.file.name}: tensor {stored.name} is float8, but {stored.name}{SCALE} is missing."
-                raise InputError(why)
-            if scale.shape != (expected := tuple(-(-n // b) for n, b in zip(shape, size, strict=True))):
-                found = f"{scale.name} has shape {list(scale.shape)}, expected {list(expected)}."
-                raise InputError(f"{stored.file.name}: {found}")
-            params[scale.name] = ParamSpec(scale.shape, scale.dtype)
-            transforms = (ReadThrough(Dequantize(scale.name, size)),)
-        pieces.append(whole_piece(name, stored.name, shape, transforms))
-    _refuse_others(directory, facts, files, sorted(files.tensors.keys() - params.keys() - packed))
-    return HuggingFaceModel(
-        config, facts, files, PublishedFiles(files, frozenset(stacks)), Layout(0, params, tuple(pieces))
-    )
+        pieces.append(_whole(name, stored, files, block, params))
+    extra = sorted(files.tensors.keys() - params.keys() - packed)
+    _refuse_others(directory, facts, files, extra)
+    source, layout = PublishedFiles(files, frozenset(stacks)), Layout(0, params, tuple(pieces))
+    further: dict[str, ParamSpec] = {}
+    heads = tuple(_whole(name, files.tensors[name], files, block, further) for name in predicting(facts, extra))
+    return HuggingFaceModel(config, facts, files, source, layout, Layout(0, further, heads))
+
+
+def _whole(
+    name: str, stored: StoredTensor, files: SafetensorsDirectory, block: Any, params: dict[str, ParamSpec]
+) -> Piece:
+    """Return the piece of a stored tensor and add its params; block-scaled float8 is read through its scales."""
+    params[stored.name] = ParamSpec(stored.shape, stored.dtype)
+    if stored.dtype != "float8_e4m3fn":
+        return whole_piece(name, stored.name, stored.shape)
+    scale, size = files.tensors.get(stored.name + SCALE), tuple(block or (128, 128))
+    if scale is None:
+        raise InputError(f"{stored.file.name}: tensor {stored.name} is float8, but {stored.name}{SCALE} is missing.")
+    if scale.shape != (expected := tuple(-(-n // b) for n, b in zip(stored.shape, size, strict=True))):
+        found = f"{scale.name} has shape {list(scale.shape)}, expected {list(expected)}."
+        raise InputError(f"{stored.file.name}: {found}")
+    params[scale.name] = ParamSpec(scale.shape, scale.dtype)
+    return whole_piece(name, stored.name, stored.shape, (ReadThrough(Dequantize(scale.name, size)),))
+
+
+def predicting(facts: ModelFacts, names: Iterable[str]) -> list[str]:
+    """Return the tensors among `names` that predict further tokens and that transformers' class ignores: `mtp.*`, or
+    layers behind the last one."""
+    ignored = [name for name in names if any(re.search(each, name) for each in facts.left_out)]
+    behind = [(name, re.search(r"(?:^|\.)layers\.(\d+)\.", name)) for name in ignored if not name.endswith(SCALE)]
+    return [name for name, at in behind if _MTP.match(name) or (at and int(at[1]) >= facts.layers)]
 
 
 def _flat(directory: Path, stored: StoredTensor, facts: ModelFacts, axes: int) -> Shape:

@@ -14,8 +14,6 @@ from rlctl.errors import InputError, listed
 from rlctl.weights.layout import Layout, ParamSpec, whole_piece
 
 SCORE = "score.weight"
-OF_SCORER = ("architectures", "id2label", "label2id", "pad_token_id")
-"""Keys of config.json that a reward model changes."""
 
 
 def with_score(layout: Layout, spec: ParamSpec) -> Layout:

@@ -41,6 +41,20 @@ def meta_model(
     return inner
 
 
+def text_path(directory: Path) -> tuple[str, Any]:
+    """Return the path of the text part's body in a multimodal model of transformers, and the model, without memory."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory)
+    kind = getattr(transformers, next(iter(config.architectures or ()), ""), transformers.AutoModelForImageTextToText)
+    with torch.device("meta"):
+        whole = kind(config) if kind is not transformers.AutoModelForImageTextToText else kind.from_config(config)
+    body = whole.get_decoder()
+    body = getattr(body, "model", body)  # Llama 4's decoder has its output layer
+    return next(path for path, module in whole.named_modules() if module is body), whole
+
+
 def body_path(inner: Any) -> str:
     """Return the path of the module that computes the head's input; empty: none. Multimodal models: the language
     part."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.errors import InputError
@@ -87,6 +87,19 @@ def _iteration_of(name: str) -> int | None:
     return int(digits) if digits.isdigit() else None
 
 
+class Named(Protocol):
+    """A model that the user names as a run's base (`ModelSource`)."""
+
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def weights(self) -> Path: ...
+    @property
+    def origin(self) -> Path | None: ...
+    def fingerprint(self) -> str: ...
+    def own_fingerprint(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Base:
     """A model directory as a run's manifest names it."""
@@ -97,6 +110,8 @@ class Base:
     """A Hugging Face directory, or the shards of a Megatron checkpoint."""
     config: dict[str, Any]
     """The run's own configuration: by key, its value and where that is from."""
+    origin: Path | None = None
+    """Source of a derived base: the multimodal model of a text part, or the checkpoint of merged adapters."""
 
     @property
     def megatron(self) -> MegatronDirectory | None:
@@ -122,17 +137,19 @@ def computed_in(found: MegatronDirectory) -> tuple[str | None, Rounding]:
     return planned if dtype == "auto" else dtype, rounding
 
 
-def base_of(found: MegatronDirectory, named: Path | None = None) -> Base:
+def base_of(found: MegatronDirectory, named: Named | None = None) -> Base:
     """Return the base model of a checkpoint's run; `named`: its current place. Raises InputError if the manifest is
     unreadable or the model missing or different."""
     stored = manifest_of(found)
     model, config = stored["model"], stored["config"]
-    directory = named or Path(model["directory"])
-    weights = directory if named else Path(model.get("weights", directory))
-    fingerprint = model.get("fingerprint")
+    directory = named.directory if named else Path(model["directory"])
+    weights = named.weights if named else Path(model.get("weights", directory))
     hint = "Name the model that the run began with, wherever it is now, with --config-from."
     if not (directory / "config.json").is_file() or not weights.is_dir():
         raise InputError(f"The model that the run of {found.shards} began with is not at {weights} any more.", hint)
-    if model_fingerprint(directory, weights) != fingerprint:
+    # A text part, or a model with merged adapters, is known by its source or by its files.
+    prints = {named.fingerprint(), named.own_fingerprint()} if named else {model_fingerprint(directory, weights)}
+    if not prints & {model.get("fingerprint"), model.get("own_fingerprint")}:
         raise InputError(f"{weights} is not the model that the run of {found.shards} began with.", hint)
-    return Base(directory, weights, config)
+    origin = (named.origin if named else None) or (Path(model["origin"]) if model.get("origin") else None)
+    return Base(directory, weights, config, origin)
