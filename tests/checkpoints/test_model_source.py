@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
 from rlctl.checkpoints.hf.hf_files import copy_companions
+from rlctl.checkpoints.hf.hf_model import open_hf_model
+from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, refuse_others_for_vllm
 from rlctl.checkpoints.identity import source_identity
 from rlctl.checkpoints.locations import converted_directory
 from rlctl.checkpoints.model_source import CONFIG_FILES, IGNORED_FILES, resolve_model, stored_parameters
@@ -187,3 +193,84 @@ def test_named_chat_templates_and_all_files_of_tokenizers_are_fetched_and_copied
     kept = filter_repo_objects([*files, *other], allow_patterns=patterns, ignore_patterns=IGNORED_FILES)
     assert {*files} - {*kept} == set()
     assert {*filter_repo_objects(other, allow_patterns=patterns, ignore_patterns=IGNORED_FILES)} <= {other[-1]}
+
+
+def other_save(model: Path, *names: str) -> None:
+    """Write the model's tensors with other values into files of these names."""
+    held = sorted(load_file(model / "model.safetensors").items())
+    for number, name in enumerate(names):
+        save_file({key: value + 1 for key, value in held[number :: len(names)]}, model / name, {"format": "pt"})
+
+
+def index(model: Path, *names: str) -> None:
+    held = {key: name for name in names for key in load_file(model / name)}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": held}))
+
+
+def shards(count: int) -> list[str]:
+    return [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+
+
+SETS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file and shards with their index": (
+        lambda model: (other_save(model, *shards(2)), index(model, *shards(2))),
+        r"are read from model\.safetensors, and not from model-00001-of-00002\.safetensors, model-00002.* another save",
+    ),
+    "a file and shards": (lambda model: other_save(model, *shards(2)), r"m model\.safetensors, and not from model-0"),
+    "indexed shards and those of an earlier save": (
+        lambda model: (
+            other_save(model, *shards(3)), other_save(model, *shards(2)), index(model, *shards(2)),
+            (model / "model.safetensors").unlink(),
+        ),
+        r"from model-00001-of-00002\.safetensors, model-00002-of-00002\.safetensors, and not from model-00001-of-00003",
+    ),
+    "a variant": (lambda model: other_save(model, "model.fp16.safetensors"), r"not from model\.fp16\.safetensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_of_two_sets_of_weights_the_one_that_is_read_is_told(name: str, model: Path) -> None:
+    """transformers reads the same set of these."""
+    make, said = SETS[name]
+    make(model)
+    told: list[str] = []
+    resolve_model(str(model), tell=told.append)
+    (line,) = told
+    assert re.search(said, line)
+    files, theirs = SafetensorsDirectory.open(model), AutoModelForCausalLM.from_pretrained(model)
+    assert torch.equal(theirs.state_dict()["model.norm.weight"], files.read("model.norm.weight").to(theirs.dtype))
+
+
+def test_copies_in_other_formats_are_told_when_they_are_newer(model: Path) -> None:
+    for name in ("consolidated.safetensors", "pytorch_model.bin"):
+        (model / name).write_bytes(b"old")
+        os.utime(model / name, (1, 1))
+    told: list[str] = []
+    resolve_model(str(model), tell=told.append)
+    assert told == []
+    os.utime(model / "pytorch_model.bin", (2**31, 2**31))
+    resolve_model(str(model), tell=told.append)
+    assert [line.partition(", and ")[2] for line in told] == ["not from pytorch_model.bin, which is newer"]
+
+
+def test_weights_in_a_folder_below_are_named(model: Path) -> None:
+    (model / "checkpoint-5").mkdir()
+    (model / "model.safetensors").rename(model / "checkpoint-5" / "model.safetensors")
+    with pytest.raises(InputError, match="has no safetensors weights") as caught:
+        resolve_model(str(model))
+    assert f"There are some in {model / 'checkpoint-5'}" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_adapter_next_to_a_whole_model_is_told(model: Path, sharded: bool) -> None:
+    if sharded:
+        (model / "model.safetensors").rename(model / shards(1)[0])
+    save_file({"base_model.model.model.norm.lora_A.weight": torch.ones(2, 2)}, model / "adapter_model.safetensors")
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "me/base"}')
+    told: list[str] = []
+    resolve_model(str(model), tell=told.append)
+    (line,) = told
+    assert "holds an adapter (adapter_model.safetensors) next to the whole model. The model is read without it" in line
+    open_hf_model(model)
+    with pytest.raises(InputError, match=r"and an adapter \(adapter_model\.safetensors\), and vLLM would read both"):
+        refuse_others_for_vllm(model)

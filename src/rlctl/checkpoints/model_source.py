@@ -11,7 +11,7 @@ from typing import cast
 
 from rlctl.checkpoints.hf.hf_files import NAMED_TEMPLATES, read_config, refuse_adapters
 from rlctl.checkpoints.hf.hub import UNREACHED, hub_answers
-from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole, shard_files
+from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole, shard_files, unread_weights
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.megatron.megatron_directory import (
     HF_FOLDER,
@@ -106,6 +106,8 @@ def resolve_model(
         if directory is not None:
             check_directory(directory, weights=weights)
         found = supplied or ModelSource(cast(Path, directory), name)
+    for line in unread_weights(found.directory) if weights and found.megatron is None else ():
+        tell(line)
     log.info("%s of %s: %s", "weights" if weights else "configuration and tokenizer", name, found.weights)
     return found
 

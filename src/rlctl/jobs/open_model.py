@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.checkpoints.conversion.prepared_model import body_of, merged, planned_text_part, repositioned, text_part_of
 from rlctl.checkpoints.hf.hf_files import read_config, refuse_quantized
 from rlctl.checkpoints.hf.model_facts import facts_in, known_facts
-from rlctl.checkpoints.hf.safetensors_files import refuse_stale_index
+from rlctl.checkpoints.hf.safetensors_files import refuse_others_for_vllm
 from rlctl.checkpoints.megatron.lora_weights import adapter_keys
 from rlctl.checkpoints.megatron.megatron_directory import find, is_of_run, manifest_of
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
@@ -128,7 +128,7 @@ def open_model(
     if source.megatron is None and not engines_alone:
         refuse_quantized(source.directory)
     if source.megatron is None and engines_alone:
-        refuse_stale_index(source.directory)
+        refuse_others_for_vllm(source.directory)
     source = repositioned(source, model.max_position_embeddings, model.rope_scaling)
     facts = facts_in(source.directory)
     if most := _more_positions(facts, model):

@@ -115,6 +115,49 @@ def test_a_text_part_declares_no_layers_that_it_lacks(written: Any, tmp_path: Pa
     assert json.loads((tmp_path / "text" / "config.json").read_text())["mtp_num_hidden_layers"] == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "section", "published"),
+    [
+        ("gemma3", True, {
+            "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "sliding_window_pattern": 2,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        }),
+        ("mistral3", True, {
+            "rope_theta": 50_000.0, "rope_scaling": {
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512,
+            },
+        }),
+        ("qwen2_5_vl", False, {"rope_theta": 1_000_000.0}),
+    ],
+)  # fmt: skip
+def test_older_readers_find_the_rotary_embeddings(
+    name: str, section: bool, published: dict[str, Any], written: Any, tmp_path: Path
+) -> None:
+    """transformers 4 reads these keys alone, `rope_theta` as 10,000 where there is none: with 4.57.3 the text parts of
+    a Gemma 3 and a Qwen2.5-VL have the losses of the whole models since these keys are written."""
+    model = shutil.copytree(written(name), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    own = config["text_config"]
+    for key in ("rope_parameters", "layer_types"):
+        own.pop(key, None)
+    mrope = {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}} if name.startswith("qwen") else {}
+    if section:
+        own |= published
+    else:
+        config = {key: value for key, value in config.items() if key != "text_config"} | own | published | mrope
+        config["model_type"] = "qwen2_5_vl"
+    (model / "config.json").write_text(json.dumps(config))
+    found = text_config(model)
+    scaling = published.get("rope_scaling")
+    assert {key: found.get(key) for key in published if key != "rope_scaling"} == {
+        key: value for key, value in published.items() if key != "rope_scaling"
+    }
+    assert found.get("rope_scaling") == (scaling and scaling | {"type": scaling["rope_type"]})
+    assert found["torch_dtype"] == found["dtype"]
+    take_text_part(model, tmp_path / "text")
+    assert torch.equal(logprobs(text_model(tmp_path / "text")), logprobs(whole_model(model)))
+
+
 def test_values_around_the_text_section_are_the_text_models(gemma: Path) -> None:
     said = json.loads((gemma / "config.json").read_text())
     section = {k: v for k, v in said["text_config"].items() if k not in ("eos_token_id", "dtype")}

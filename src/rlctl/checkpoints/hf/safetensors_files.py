@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_object, refuse_adapters
+from rlctl.checkpoints.hf.hf_files import ADAPTERS, is_lfs_pointer, read_object, refuse_adapters
 from rlctl.checkpoints.staging import Flusher, open_to_write
 from rlctl.errors import InputError, listed
 from rlctl.weights.layout import ITEM_BYTES, ParamSpec, Shape
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
+CONSOLIDATED = "consolidated*"
+"""Copies of the same weights in Mistral's and Llama's own form."""
 MAPPED_BYTES = 64 << 20
 """A file is closed, and with it its pages are given back, when about this much of it has been read."""
 DTYPES = {
@@ -168,21 +170,51 @@ def shard_files(directory: Path) -> list[Path]:
         return files
     refuse_adapters(directory)
     files = sorted(directory.glob("*.safetensors"))
+    files = [file for file in files if not file.match("adapter_model*") and not file.match(CONSOLIDATED)] or files
     _refuse_parts(directory, files)
     if not files:
         pickled = any(directory.glob("*.bin"))
         hint = "Its weights are pickles (*.bin): save them as safetensors first." if pickled else "Download it again."
+        if below := sorted(file.parent for file in directory.glob("*/*.safetensors")):
+            hint = f"There are some in {below[0]}: name that directory, if it is the model."
         raise InputError(f"{directory} has no safetensors weights.", hint)
     return files
 
 
-def refuse_stale_index(directory: Path) -> None:
-    """Raise InputError if an index next to a single file names others, which vLLM would read."""
-    named = set(_weight_map(directory).values())
+def unread_weights(directory: Path) -> list[str]:
+    """Return a sentence for each set of weights that lies next to the one that is read, and may differ from it: another
+    save in safetensors, an adapter, and a copy in another format that is newer. transformers reads the same set."""
+    read = shard_files(directory)
+    names = f"{directory}: weights are read from {listed([file.name for file in read], 3)}"
+    others = sorted(set(directory.glob("*.safetensors")) - {*read})
+    saves = [file.name for file in others if not file.match("adapter_model*") and not file.match(CONSOLIDATED)]
+    lines = [f"{names}, and not from {listed(saves, 3)} of another save"] if saves else []
+    if (directory / ADAPTERS).is_file() and (held := sorted(directory.glob("adapter_model*"))):
+        without = "The model is read without it; transformers with PEFT would apply it"
+        lines.append(f"{directory} holds an adapter ({held[0].name}) next to the whole model. {without}")
+    newest = max(file.stat().st_mtime for file in read)
+    copies = [file for pattern in (CONSOLIDATED, "pytorch_model*.bin") for file in sorted(directory.glob(pattern))]
+    if newer := [file.name for file in copies if file not in read and file.stat().st_mtime > newest]:
+        lines.append(f"{names}, and not from {listed(newer, 3)}, which is newer")
+    return lines
+
+
+def refuse_others_for_vllm(directory: Path) -> None:
+    """Raise InputError if vLLM would read other files than transformers: it follows an index next to a single file, and
+    without an index reads every `*.safetensors` (0.32)."""
+    named, read = set(_weight_map(directory).values()), {file.name for file in shard_files(directory)}
     if (directory / SINGLE).exists() and named - {SINGLE}:
         raise InputError(
             f"{directory} holds {SINGLE}, and {INDEX} of an earlier save names other files, which vLLM would read.",
             f"Remove {directory / INDEX}.",
+        )
+    others = sorted(file.name for file in directory.glob("*.safetensors") if file.name not in read)
+    others = [name for name in others if not Path(name).match(CONSOLIDATED)]
+    if others and not named:
+        what = "an adapter" if others[0].startswith("adapter_model") else "weights of another save"
+        raise InputError(
+            f"{directory} holds {listed(sorted(read), 3)} and {what} ({listed(others, 3)}), and vLLM would read both.",
+            f"Move {directory / others[0]} elsewhere.",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import json
 import sys
 from contextlib import ExitStack
@@ -100,10 +101,13 @@ def _made_config(config: dict[str, Any], stores_head: bool | None) -> dict[str, 
     architecture, values = _of_class(config, text)
     own = config.get("text_config")
     section: dict[str, Any] = own if isinstance(own, dict) else config
+    older = dict(own) if isinstance(own, dict) else {}  # such as `sliding_window_pattern` of Gemma 3
+    values = {key: value for key, value in older.items() if not key.startswith("rope")} | values
     values |= {key: config[key] for key in OUTER if section.get(key) is None and config.get(key) is not None}
     dtype = section.get("dtype") or section.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
-    values |= {"architectures": [architecture], "dtype": dtype}
+    values |= {"architectures": [architecture], "dtype": dtype, "torch_dtype": dtype}
     values["tie_word_embeddings"] = _tied(config, section, stores_head, whole)
+    values = _with_older_rope(values)
     return {key: value for key, value in sorted(values.items()) if key not in NO_TEXT}
 
 
@@ -118,10 +122,37 @@ def _of_class(config: dict[str, Any], text: Any) -> tuple[str, dict[str, Any]]:
     values = json.loads(text.to_json_string(use_diff=False))
     if kind != text.model_type:
         rope = values.get("rope_parameters") or {}
-        plain = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+        plain = {key: value for key, value in rope.items() if not key.startswith("mrope") and key != "type"}
         own = CONFIG_MAPPING[kind].from_dict(values | {"model_type": kind, "rope_parameters": plain})
         values = json.loads(own.to_json_string(use_diff=False))
     return architecture, values
+
+
+def _with_older_rope(values: dict[str, Any]) -> dict[str, Any]:
+    """Add the keys in which transformers 4, and what is built on it, reads rotary embeddings: without `rope_theta` it
+    takes 10,000. transformers 5.19 reads both forms; where they would not be equal there, only its form stays."""
+    from transformers import CONFIG_MAPPING
+
+    rope = values.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_scaling" in values:
+        return values
+    by_layer = {key: one for key, one in rope.items() if isinstance(one, dict)}
+    main = by_layer.get("full_attention", rope)
+    scaling = {key: value for key, value in main.items() if key not in ("rope_theta", "partial_rotary_factor", "type")}
+    kind = scaling.get("rope_type", "default")
+    older = {
+        "rope_theta": main.get("rope_theta"),
+        "rope_local_base_freq": by_layer.get("sliding_attention", {}).get("rope_theta"),
+        "partial_rotary_factor": main.get("partial_rotary_factor"),
+        "rope_scaling": None if kind == "default" else scaling | {"type": kind},
+    }
+    both = values | {key: value for key, value in older.items() if value is not None}
+
+    def read(given: dict[str, Any]) -> Any:
+        found = CONFIG_MAPPING[str(given["model_type"])].from_dict(copy.deepcopy(given)).rope_parameters
+        return {key: value for key, value in found.items() if key != "type"}
+
+    return both if read(both) == read(values) else values
 
 
 def _tied(config: dict[str, Any], section: dict[str, Any], stores_head: bool | None, whole: Any) -> bool:

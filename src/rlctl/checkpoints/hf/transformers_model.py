@@ -47,9 +47,9 @@ def text_path(directory: Path) -> tuple[str, Any]:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(directory)
-    kind = getattr(transformers, next(iter(config.architectures or ()), ""), transformers.AutoModelForImageTextToText)
+    kind: Any = getattr(transformers, next(iter(config.architectures or ()), ""), None)
     with torch.device("meta"):
-        whole = kind(config) if kind is not transformers.AutoModelForImageTextToText else kind.from_config(config)
+        whole: Any = kind(config) if kind else transformers.AutoModelForImageTextToText.from_config(config)
     body = whole.get_decoder()
     body = getattr(body, "model", body)  # Llama 4's decoder has its output layer
     return next(path for path, module in whole.named_modules() if module is body), whole
