@@ -151,7 +151,7 @@ def test_control_tokens_in_the_configuration_are_named(model: Path, tmp_path: Pa
     (path := tmp_path / "d.jsonl").write_text('{"prompt": "What?", "answer": "4"}')
     data = {"name": str(path), "prompt_suffix": "<|im_end|>"}
     settings = {"data": data, "model": {"chat_template": FORMATS["qwen2.5"]}}
-    [note] = PromptStream.open(RlConfig.model_validate(settings), model).notes()
+    *_, note = PromptStream.open(RlConfig.model_validate(settings), model).notes()
     assert "data.prompt_suffix, which stay text" in note
 
 

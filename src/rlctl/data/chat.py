@@ -24,6 +24,7 @@ from rlctl.data.image_sources import IMAGES, MARK, image_source, images_of
 from rlctl.data.prompt_rows import TOOLS, Messages, PromptRow
 from rlctl.data.rollouts import MediaPart
 from rlctl.data.templates import PROMPT, PromptTemplate, template_of
+from rlctl.data.written_messages import CallForm, shape_of, unwritten
 from rlctl.errors import InputError, first_line
 from rlctl.settings.data import DataConfig, ModelConfig
 
@@ -41,6 +42,7 @@ PLAIN_NOTE = (
 )
 CLOCK = "strftime_now"
 """Function of transformers' templates that formats the time."""
+CALLS = "tool_calls"
 XML_TOOLS = "xml_tools"
 """The name of the tools in SmolLM3's template."""
 _MARKER = "rlctl-end-of-turn"
@@ -105,6 +107,8 @@ class PromptEncoder:
     """Whether code that comes with the model may run (`model.trust_remote_code`)."""
     instructions: str = ""
     """Description of the tools at the end of each system prompt, for a template that has no place for them."""
+    _probed: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Findings on the template."""
 
     @classmethod
     def build(
@@ -215,6 +219,7 @@ class PromptEncoder:
         return self.prompt_of([{"role": "user", "content": MARK, IMAGES: [image_source(image, where, Path())]}], where)
 
     def _written_tokens(self, messages: Messages, where: str) -> list[int]:
+        self.require_written(messages, where)
         tokens = self.encode_text(self.render(messages, where), where)
         self.require_known(tokens, where)
         return tokens
@@ -297,9 +302,39 @@ class PromptEncoder:
             labels = {"user": "Question: ", "assistant": "Answer: ", "system": ""}
             lines = [labels.get(one["role"], "") + one["content"] for one in messages if one["content"]]
             return "\n".join([*lines, "Answer:"])
+        return self._rendered(self.taken(messages), variables, where, answered=answered)
+
+    def taken(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return messages as the chat template takes them: images as parts, and calls in its form."""
+        shown = [in_parts(one, always=self.in_parts) for one in messages]
+        return [self.call_form.taken(one) for one in shown] if any(one.get(CALLS) for one in shown) else shown
+
+    @property
+    def call_form(self) -> CallForm:
+        """The form of calls in the chat template."""
+        key = (CALLS, self.template, self.in_parts)
+        if key not in self._probed:
+            variables = {name: value for name, value in self.variables.items() if name != TOOLS}
+            self._probed[key] = CallForm.of(lambda told: self._rendered(told, variables, "a call", answered=True))
+        return self._probed[key]
+
+    def require_written(self, messages: Messages, where: str, *, answered: bool = False) -> None:
+        """Raise InputError for a message that is not in the text of a conversation, which transformers leaves out."""
+        key = (self.template, bool(self.variables.get(TOOLS)), answered, *map(shape_of, messages))
+        if key not in self._probed:
+            self._probed[key] = unwritten(lambda told: self.render(told, where, answered=answered), messages)
+        if (place := self._probed[key]) is None:
+            return
+        what = "chat template" if self.template else "format of a model without chat template"
+        raise InputError(
+            f"{where}: the {what} does not write message {place + 1}, of the role {messages[place]['role']!r}.",
+            "Give another template with --chat-template, or leave the message out (data.system_prompt adds one of the "
+            "role 'system').",
+        )
+
+    def _rendered(self, shown: Any, variables: Mapping[str, Any], where: str, *, answered: bool) -> str:
         from jinja2 import TemplateError
 
-        shown: Any = [in_parts(one, always=self.in_parts) for one in messages]
         try:
             text = self.tokenizer.apply_chat_template(
                 shown, chat_template=self.template, tokenize=False, add_generation_prompt=not answered, **variables
@@ -308,7 +343,7 @@ class PromptEncoder:
         # A template is a program: what it computes with may be missing or zero.
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise InputError(
-                f"The chat template cannot write {where} ({', '.join(m['role'] for m in messages)}): {error}",
+                f"The chat template cannot write {where} ({', '.join(m['role'] for m in shown)}): {error}",
                 "Give another with --chat-template; a template may also refuse a system prompt (data.system_prompt).",
             ) from error
 

@@ -193,25 +193,31 @@ def checked_messages(value: Any, field_name: str, where: str) -> Messages:
 
 
 def _calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a message's OpenAI calls with arguments as objects, as templates need. Raises InputError for other
+    """Return a message's OpenAI calls, with arguments as an object or as its JSON text. Raises InputError for other
     forms."""
     found: dict[str, Any] = {key: message[key] for key in ("tool_call_id", "name") if message.get(key)}
-    if not message.get("tool_calls"):
+    if not (listed := _listed_calls(message)):
         return found
     try:
-        listed = from_json(message["tool_calls"])
+        listed = from_json(listed)
         names = [{"id": call["id"]} if call.get("id") else {} for call in listed]
         functions = [call.get("function", call) for call in listed]
         given = [(one["name"], one.get("arguments") or {}) for one in functions]
-        parsed = [(name, json.loads(held) if isinstance(held, str) else dict(held)) for name, held in given]
+        parsed = [(name, held, dict(from_json(held))) for name, held in given]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{where}: `tool_calls` of a message is not a list of calls.",
             'A call is {"type": "function", "function": {"name": ..., "arguments": {...}}}.',
         ) from error
-    functions = [{"name": name, "arguments": held} for name, held in parsed]
+    functions = [{"name": name, "arguments": held if isinstance(held, str) else read} for name, held, read in parsed]
     calls = [{"type": "function", "function": one} | name for one, name in zip(functions, names, strict=True)]
     return found | {"tool_calls": calls}
+
+
+def _listed_calls(message: Mapping[str, Any]) -> Any:
+    """Return a message's calls: `tool_calls`, or the only one in OpenAI's older form."""
+    older = message.get("function_call")
+    return message.get("tool_calls") or ([older] if isinstance(older, Mapping) else older)
 
 
 def _message(value: Any, field_name: str, where: str) -> dict[str, Any]:
@@ -230,7 +236,7 @@ def _message(value: Any, field_name: str, where: str) -> dict[str, Any]:
         content = "".join(MARK if part["type"] in PART_TYPES else part["text"] for part in content)
     elif isinstance(value, Mapping):
         images = [*(value.get(IMAGES) or ())] if MARK in str(content) else []  # a message that was read before
-    if content is None and isinstance(value, Mapping) and value.get("tool_calls"):
+    if content is None and isinstance(value, Mapping) and _listed_calls(value):
         content = ""
     if not isinstance(role, str) or not isinstance(content, str):
         has = f"; this one has {', '.join(map(str, value))}" if isinstance(value, Mapping) else ""

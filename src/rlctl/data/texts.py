@@ -18,7 +18,7 @@ import numpy as np
 
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.control_tokens import begun
-from rlctl.data.image_rows import in_parts, with_images
+from rlctl.data.image_rows import with_images
 from rlctl.data.image_sources import images_of
 from rlctl.data.prompt_records import (
     MESSAGES,
@@ -34,6 +34,7 @@ from rlctl.data.prompt_rows import TOOLS, Messages, PromptRow
 from rlctl.data.refcoco import refcoco_record
 from rlctl.data.rollouts import MediaPart
 from rlctl.data.templates import ANSWER, PROMPT, template_of
+from rlctl.data.written_messages import arguments_of
 from rlctl.errors import InputError
 from rlctl.settings.data import DataConfig
 
@@ -274,10 +275,11 @@ def trained_texts(
     for completion in completions:
         said = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
         messages = encoder.messages(row)
+        read = [*messages, *_up_to_answer(said, marked=marked)]
         text = written(encoder, messages, said, row.where)
+        encoder.require_written(read, row.where, answered=True)
         if everything:
             text.mask_T[1:] = True
-        read = [*messages, *_up_to_answer(said, marked=marked)]
         if images_of(read):
             text = _expanded(encoder, text, read, row.where)
         else:
@@ -380,7 +382,7 @@ def _with_answers(
             before, answer = found
         calls = [call["function"] for call in messages[place].get("tool_calls", ())]
         said_there = [messages[place][name] for name in ("content", *THOUGHTS) if name in messages[place]]
-        said_there += [word for one in calls for word in (one["name"], *one["arguments"])]
+        said_there += [word for one in calls for word in (one["name"], *arguments_of(one))]
         if before.rstrip().endswith(THINK):  # the template has opened the thought
             said_there = [text.lstrip().removeprefix(THINK) for text in said_there]
         if any(_squeezed(text) not in _squeezed(answer or shared) for text in said_there):
@@ -501,7 +503,7 @@ def _with_marks(encoder: PromptEncoder, prompt: Messages, said: Messages, where:
 
 def _marked(encoder: PromptEncoder, template: str, messages: Messages, where: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a conversation, and those that its template marks."""
-    shown = [in_parts(one, always=encoder.in_parts) for one in messages]
+    shown = encoder.taken(messages)
     hidden = encoder.hidden({"messages": shown, TOOLS: encoder.variables.get(TOOLS)})
     variables = {**encoder.variables, TOOLS: hidden[TOOLS]}
     if hidden["messages"] == shown and hidden[TOOLS] == encoder.variables.get(TOOLS):
