@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, processors
 
 from rlctl.data.chat import PromptEncoder, load_tokenizer
+from rlctl.data.control_tokens import trimmed
 from rlctl.data.cross_tokens import read_text
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText, trained_texts, whole_text
@@ -118,6 +119,23 @@ def loss_of(encoder: PromptEncoder, text: TrainedText) -> tuple[str, list[str]]:
     return tokenizer.decode(trained), tokenizer.convert_ids_to_tokens(ends)
 
 
+@pytest.mark.parametrize("special_tokens", ["text", "tokens"])
+@pytest.mark.parametrize("behind", ["<|im_end|>", "<|im_end|>\n", " <|im_end|><|im_end|>", "<|endoftext|>"])
+def test_an_end_token_that_an_answer_brings_stands_once(model: Path, behind: str, special_tokens: str) -> None:
+    encoder = encoder_of(model, FORMATS["qwen2.5"], special_tokens=special_tokens)
+    encoder = encoder.with_ends({*encoder.stop_token_ids, *encoder.tokenizer.convert_tokens_to_ids(["<|endoftext|>"])})
+    expected = trained_texts(encoder, asked("What?", ("4",)))[0]
+    said = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": f"5{behind}"}]
+    chat = [{"role": "assistant", "content": f"4{behind}"}, *said]
+    bare = [{**one, "content": one["content"].removesuffix(behind)} for one in chat]
+    for answer, wanted in ((f"4{behind}", "4"), (chat, bare)):
+        expected = trained_texts(encoder, asked("What?", (wanted,)))[0]
+        text = trained_texts(encoder, asked("What?", (answer,)))[0]
+        assert text.tokens_T.tolist() == expected.tokens_T.tolist()
+        assert text.mask_T.tolist() == expected.mask_T.tolist()
+    assert encoder.notes_on([asked("What?", (f"4{behind}",))], texts=True) == []
+
+
 @pytest.mark.parametrize("marked", [False, True])
 def test_an_answer_has_a_loss_on_one_end_alone(model: Path, marked: bool) -> None:
     encoder = encoder_of(model, MARKED if marked else FORMATS["qwen2.5"])
@@ -182,14 +200,15 @@ def test_a_prompt_ends_with_no_end_token_and_texts_begin_and_end_once(plain: Pro
     prompt = [begin, *tokenizer.encode("Question: 2+2?\nAnswer:", **without)]
     assert list(plain.encode(asked("2+2?"))) == prompt
     answered = [*prompt, *tokenizer.encode(" 4", **without), stop]
-    for answer in ("4", f"4{end}"):
+    for answer in ("4", f"4{end}", f"4{end}\n", f"4 {end}\n{end} "):
         text = trained_texts(plain, asked("2+2?", (answer,)))[0]
         assert text.tokens_T.tolist() == answered
         assert text.mask_T.tolist() == [place >= len(prompt) for place in range(len(answered))]
-    for written in ("hi<think>", "<bos>hi<think>", f"<bos>hi<think>{end}", f"hi<think>{end}"):
+    around = [("", ""), ("<bos>", ""), ("<bos>", end), ("", end), (" <bos>", f"{end}\n"), ("\n<bos>", f"{end} \r\n")]
+    for written in (f"{front}hi<think>{behind}" for front, behind in around):
         expected = [begin, *tokenizer.encode("hi<think>", **without), stop]
         assert trained_texts(plain, asked(written, ()))[0].tokens_T.tolist() == expected
-        tokens, begins_T, ends_T = read_text(tokenizer, written)
+        tokens, begins_T, ends_T = read_text(tokenizer, trimmed(tokenizer, written))
         assert tokens == expected
         assert len(begins_T) == len(ends_T) == len(tokens)
     assert plain.notes_on([asked(f"<bos>hi{end}", ())], texts=True) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -355,7 +356,8 @@ class PromptEncoder:
         """Return the texts of control tokens in the prompt and tools of a row, and (of `texts`) in its completions."""
         if texts and row.answer == ():
             return list(dict.fromkeys(self.control.inside(str(row.prompt))))
-        shown = (row.prompt, row.fields.get(TOOLS), row.answer if texts else None)
+        answers = [self.without_end(one) for one in row.answer] if texts and isinstance(row.answer, tuple) else None
+        shown = (row.prompt, row.fields.get(TOOLS), answers)
         return list(dict.fromkeys(self.control.in_strings(shown)))
 
     def notes_on(self, rows: Iterable[PromptRow], *, texts: bool = False) -> list[str]:
@@ -386,9 +388,21 @@ class PromptEncoder:
     def _become(self) -> str:
         return f"are tokens ({KEY}=tokens)" if self.keeps_tokens else f"stay text ({KEY}=tokens makes them tokens)"
 
-    def without_end(self, completion: str) -> str:
-        """Return a completion of the plain format without the end token that it may bring: one follows anyway."""
-        return completion.removesuffix(str(self.tokenizer.eos_token)) if self.tokenizer.eos_token else completion
+    def without_end(self, completion: Any) -> Any:
+        """Return a completion, a text or messages, without the end tokens that its answers may bring: one follows
+        anyway, and a second one would be learned as a part of the answer."""
+        if isinstance(completion, list | tuple):
+            return [
+                {**one, "content": self.without_end(one["content"])} if one["role"] == "assistant" else one
+                for one in completion
+            ]
+        shorter = self._ends.sub("", completion) if isinstance(completion, str) else completion
+        return shorter if shorter else completion
+
+    @cached_property
+    def _ends(self) -> re.Pattern[str]:
+        texts = (str(self.tokenizer.decode([token])) for token in self.stop_token_ids)
+        return re.compile(rf"\s*(?:(?:{'|'.join(re.escape(text) for text in texts if text.strip()) or '(?!)'})\s*)+\Z")
 
     def closing_token(self) -> int | None:
         """Return the special token directly after an answer in the template; None: none."""

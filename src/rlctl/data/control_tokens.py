@@ -169,3 +169,11 @@ def begun(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[int
     """Return a text's tokens after the tokenizer's prefix, unless present."""
     front = beginning(tokenizer)
     return [*tokens] if [*tokens[: len(front)]] == front else [*front, *tokens]
+
+
+def trimmed(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return a text without white space in front of its begin token or behind its end token, as rendered conversations
+    in files have it: these tokens would not be seen there, and would be added once more."""
+    begin, end = tokenizer.bos_token, tokenizer.eos_token
+    text = text.lstrip() if begin and text.lstrip().startswith(str(begin)) else text
+    return text.rstrip() if end and text.rstrip().endswith(str(end)) else text

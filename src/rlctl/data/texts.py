@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from rlctl.data.chat import PromptEncoder
-from rlctl.data.control_tokens import begun
+from rlctl.data.control_tokens import begun, trimmed
 from rlctl.data.image_rows import with_images
 from rlctl.data.image_sources import images_of
 from rlctl.data.prompt_records import (
@@ -274,7 +274,7 @@ def trained_texts(
     found = []
     for completion in completions:
         said = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
-        messages = encoder.messages(row)
+        said, messages = encoder.without_end(said), encoder.messages(row)
         read = [*messages, *_up_to_answer(said, marked=marked)]
         text = written(encoder, messages, said, row.where)
         encoder.require_written(read, row.where, answered=True)
@@ -325,8 +325,8 @@ def whole_text(encoder: PromptEncoder, row: PromptRow) -> str:
 
 
 def _plain_text(encoder: PromptEncoder, row: PromptRow) -> TrainedText:
-    tokens = begun(encoder.tokenizer, encoder.tokenizer.encode(cast(str, row.prompt), add_special_tokens=False))
-    end = _end_token(encoder, row.where)
+    end, text = _end_token(encoder, row.where), trimmed(encoder.tokenizer, cast(str, row.prompt))
+    tokens = begun(encoder.tokenizer, encoder.tokenizer.encode(text, add_special_tokens=False))
     tokens += [end] if tokens[-1:] != [end] else []
     encoder.require_known(tokens, row.where)
     encoder.require_no_image(tokens, row.where)
@@ -342,7 +342,7 @@ def _with_plain_answer(encoder: PromptEncoder, prompt: Messages, said: Messages,
             "Give a template with --chat-template.",
         )
     before = encoder.render(prompt, where)
-    answer = encoder.hidden(encoder.without_end(said[0]["content"]))
+    answer = encoder.hidden(said[0]["content"])
     text = before + (answer if answer[:1].isspace() else f" {answer}")
     tokens, (first, _) = _cut(encoder, text, [len(before), len(text)], where)
     tokens = [*tokens, _end_token(encoder, where)]

@@ -14,6 +14,7 @@ import numpy as np
 from rlctl.backends.messages import GroupRequest
 from rlctl.cluster.ray_session import put
 from rlctl.data.chat import EncodedPrompt, PromptEncoder
+from rlctl.data.control_tokens import trimmed
 from rlctl.data.cross_tokens import chunks, read_text
 from rlctl.data.holdout import open_validation
 from rlctl.data.image_rows import readable
@@ -150,8 +151,9 @@ class TextStream(PromptStream):
     def for_teacher(self, row: PromptRow, texts: Sequence[TrainedText]) -> tuple[TrainedText, np.ndarray]:
         """Return a row's text in the teacher's tokenization up to the limit, and the column [T] of chunks."""
         assert self.teacher is not None
-        text, ours = str(row.prompt), len(texts[0].tokens_T)
-        _, *own = read_text(self._named[row.source].encoder.tokenizer, text)
+        tokenizer = self._named[row.source].encoder.tokenizer
+        text, ours = trimmed(tokenizer, str(row.prompt)), len(texts[0].tokens_T)
+        _, *own = read_text(tokenizer, text)
         tokens, *theirs = read_text(self.teacher, text)
         own_T, their_T = chunks((own[0], own[1]), (theirs[0], theirs[1]))
         tokens_T, their_T = np.array(tokens, np.int32)[: self.limit], their_T[: self.limit]
