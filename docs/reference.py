@@ -96,7 +96,7 @@ def key_rows(section: type[Section], prefix: str) -> Iterator[str]:
 SEAMS = {
     "rlctl.methods.rl.policy_gradient": ("PolicyGradient",),
     "rlctl.methods.rl.grpo": ("Grpo",),
-    "rlctl.methods.rl.rl_config": ("RlConfig",),
+    "rlctl.methods.rl.rl_config": ("RlConfig", "AlgorithmConfig"),
     "rlctl.methods.text_method": ("TextMethod",),
     "rlctl.data.row_types": ("RowType", "TextRows"),
     "rlctl.environments.interface": ("Environment", "Step", "Ask"),

@@ -69,7 +69,29 @@ def test_every_missing_argument_is_named_at_once(asked: Asked) -> None:
         ("train grpo --set num_generations=3", ["`batch.generations`"]),
         ("train grpo --bogus 3", ["no flag --bogus.", "`rlctl train grpo -h` shows its flags."]),
         ("convert hf-to-megatron", ["needs SRC.", "hf-to-megatron [OPTIONS] SRC [DST]"]),
-        ("train grpo --preset laptop --algorithm foo", ["Unknown algorithm 'foo'", "There are grpo, ", "cispo"]),
+        (
+            "train grpo --preset laptop --algorithm foo",
+            ["Unknown algorithm 'foo'", "There are grpo, ", "cispo", "sapo, distillation and path/to/file.py:Class"],
+        ),
+        (
+            "train grpo --preset laptop --algorithm dpo",
+            ["`run.algorithm` = 'dpo' (flag --algorithm) is no algorithm", "Write `rlctl train dpo ...`"],
+        ),
+        (
+            "train grpo --preset laptop --set run.algorithm=sft",
+            ["(--set) is no algorithm", "Write `rlctl train sft ...`"],
+        ),
+        (
+            "train sft --preset laptop-sft --set run.algorithm=dapo",
+            ["is not the method of `train sft`", "Write `rlctl train grpo --algorithm dapo ...`"],
+        ),
+        (
+            "train grpo --preset laptop --algorithm sapo --set loss.dual_clip=3",
+            [
+                "`train grpo --algorithm sapo` has no key `dual_clip` in the section `loss`",
+                "the algorithms grpo, dr-grpo",
+            ],
+        ),
         ("train grpo --preset laptop --max-staleness 4", ["--max-staleness applies to --async", "Add --async."]),
         ("plan --preset laptop --max-staleness 4", ["--max-staleness applies to --async"]),
         ("train grpo --preset laptop --async --max-staleness 4 --set rollouts.mode=sync", ["applies to --async"]),

@@ -110,6 +110,17 @@ def test_keys_that_a_file_lacks_have_the_defaults_that_trl_documents(
         assert found == value, key
 
 
+@pytest.mark.parametrize(
+    ("loss", "missing"), [("sapo", ["clip_low", "clip_high", "dual_clip"]), ("cispo", ["dual_clip"])]
+)
+def test_bounds_that_a_loss_lacks_are_not_handed_to_it(tmp_path: Path, loss: str, missing: list[str]) -> None:
+    path = tmp_path / "any.yaml"
+    path.write_text(f"model_name_or_path: a/b\nloss_type: {loss}\nepsilon: 0.3\nepsilon_high: 4\ndelta: 3\n")
+    loss_keys = {key for key in import_recipe(path, method="grpo").values if key.startswith("loss.")}
+    assert [key for key in ("clip_low", "clip_high", "dual_clip") if f"loss.{key}" not in loss_keys] == missing
+    assert resolve(files=[path], environment={}, flags={}).config.run.algorithm == loss
+
+
 def test_settings_of_kto_rloo_and_reward_models_are_mapped(tmp_path: Path) -> None:
     path = tmp_path / "any.yaml"
     path.write_text("model_name_or_path: a/b\ndataset_name: c/d\nbeta: 0.2\ndesirable_weight: 2.0\n"

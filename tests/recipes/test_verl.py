@@ -122,6 +122,16 @@ def test_keys_of_a_script_become_those_that_mean_the_same(script: Path) -> None:
     assert [term.name for term in config.reward.terms] == ["math-verify"]
 
 
+@pytest.mark.parametrize("loss", ["sapo", "cispo"])
+def test_bounds_that_a_loss_lacks_are_left_out(script: Path, loss: str) -> None:
+    mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"
+    bounds = ("actor_rollout_ref.actor.clip_ratio=0.3", "actor_rollout_ref.actor.clip_ratio_c=4")
+    config: Any = resolved(script, mode, *bounds).config
+    assert config.run.algorithm == loss
+    assert hasattr(config.loss, "clip_high") == (loss == "cispo")
+    assert not hasattr(config.loss, "dual_clip")
+
+
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [

@@ -176,11 +176,11 @@ def resolve_config(
 ) -> Resolved:
     """Return the configuration of this command line.
 
-    `params` with a key (`key_of`) are flags that set it; `command` is the algorithm, for the commands of `train` that
+    `params` with a key (`key_of`) are flags that set it; `command` is the method, for the commands of `train` that
     name one. Raises ConfigError for a wrong key or value, with its origin and the nearest known key.
     """
     from rlctl.config.sources import GivenFlag
-    from rlctl.methods.configuration import resolve
+    from rlctl.methods.configuration import DEFAULT_METHOD, resolve
 
     if params.get("steps") is not None and params.get("epochs") is not None:
         raise InputError("--steps and --epochs both set the length of the run.", "Give one of them.")
@@ -200,7 +200,7 @@ def resolve_config(
         params["loggers"] = asked
     given = {name: value for name, value in params.items() if key_of(name) and value not in (None, (), [])}
     flags = {key: GivenFlag(flag(name), value) for name, value in given.items() if (key := key_of(name))}
-    if command is not None:
+    if command not in (None, DEFAULT_METHOD):
         flags["run.algorithm"] = GivenFlag(f"train {command}", command)
     if several := flags.pop("data.name", None):
         names = [several.value] if isinstance(several.value, str) else several.value
@@ -209,8 +209,9 @@ def resolve_config(
     if "val_data" in given:
         flags |= {f"validation.{when}": GivenFlag("--val-data", True) for when in ("at_start", "at_end")}
     resolved = resolve(
-        preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [], stored=stored
-    )
+        preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [], stored=stored,
+        command=None if params.get("resume") else command,
+    )  # fmt: skip
     if (length := given.get("max_length")) and resolved.config.rollout_settings:
         # By default completions get what a prompt of 256 tokens, or of an eighth, leaves.
         new = max(1, length - min(256, length // 8))

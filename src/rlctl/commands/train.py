@@ -120,7 +120,7 @@ def _train(command: str | None, context: typer.Context) -> None:
     if allow_changes and not resume:
         raise InputError("--allow-changes applies to --resume.", "Leave it out.")
     options.require_dry_run(explain, dry_run)
-    resolved = options.resolve_config(**params, command=None if command == "grpo" else command)
+    resolved = options.resolve_config(**params, command=command)
     if command is None and not resume and "run.algorithm" not in {value.key for value in resolved.given()}:
         resolved.require_supported()  # refuses recipes of unsupported kinds
         commands = " or ".join(f"`rlctl train {name} ...`" for name in _methods())

@@ -185,16 +185,17 @@ def from_sources(
     schema: Schema,
     command: str = "this command",
     hint: str = "`rlctl config schema` lists every key.",
+    having: Callable[[str], str] = lambda _: "",
 ) -> Resolved:
     """Merge `sources`, weakest first, and validate them as `config`.
 
-    `schema` has the keys of all methods; `command` and `hint` are for errors. Raises ConfigError with a line per
-    problem, keys first: wrong keys and values, their origin and the nearest key.
+    `schema` has the keys of all methods; `command`, `hint` and `having` (what has a key) are for errors. Raises
+    ConfigError with a line per problem, keys first: wrong keys and values, their origin and the nearest key.
     """
     for source in sources:
         source.bind(schema, config)
     problems = [line for source in sources for line in source.problems]
-    foreign = [line for source in sources for line in source.foreign(command)]
+    foreign = [line for source in sources for line in source.foreign(command, having)]
     if problems := problems + foreign + mixed_values(sources):
         raise ConfigError(lines_of(problems), hint)
     try:

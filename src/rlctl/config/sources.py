@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -169,8 +169,8 @@ class Source(PydanticBaseSettingsSource):
         self.schema, self.method_schema = schema, Schema((config,))
         self.values = [self._checked(value) for value in self.values]
 
-    def foreign(self, command: str) -> list[str]:
-        """Return a line per unknown or inapplicable key that the user gave for this run."""
+    def foreign(self, command: str, having: Callable[[str], str] = lambda _: "") -> list[str]:
+        """Return a line per unknown or inapplicable key that the user gave for this run. `having`: what has a key."""
         if self.shared:
             return [*self.unknown.values()]
         lines = []
@@ -180,7 +180,7 @@ class Source(PydanticBaseSettingsSource):
             if value.key in self.unknown and not other_method:
                 lines.append(self.unknown[value.key])
             elif why:
-                lines.append(f"`{value.key}` ({value.origin}): {why}.")
+                lines.append(f"`{value.key}` ({value.origin}): {why}{having(value.key)}.")
         return lines
 
     def standing(self) -> list[Refusal]:

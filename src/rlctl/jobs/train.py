@@ -27,7 +27,7 @@ from rlctl.jobs.prepare import Job, Starts, content_changes, prepare_job, versio
 from rlctl.jobs.run_workers import RunWorkersSpec, device_of, early_hosts
 from rlctl.jobs.training_run import RunSummary, run_training
 from rlctl.methods.configuration import from_sources
-from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.methods.rl.rl_config import AlgorithmConfig
 from rlctl.methods.rl.sections import CriticConfig
 from rlctl.planner.result import Plan
 from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run
@@ -244,7 +244,7 @@ def _schedule_changes(stored: dict[str, Any], config: RlctlConfig, done: int) ->
     schedules: dict[str, tuple[str, str, OptimizerConfig | CriticConfig, SchedulerConfig]] = {
         "scheduler.": ("learning rate", "weight decay", config.optimizer, config.scheduler)
     }
-    if isinstance(config, RlConfig) and config.has_critic:
+    if isinstance(config, AlgorithmConfig) and config.has_critic:
         critic = config.critic
         schedules["critic.scheduler."] = ("critic's learning rate", "critic's weight decay", critic, critic.scheduler)
     for prefix, (of_rate, of_decay, options, schedule) in schedules.items():

@@ -115,6 +115,11 @@ def names() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*BUILT_IN, *_registered, *(one for group in GROUPS for one in plugin_names(group)))))
 
 
+def algorithms() -> tuple[str, ...]:
+    """Return the names of all RL algorithms that are known without a user's file."""
+    return tuple(name for name in names() if command_of(name) == "train grpo")
+
+
 def defaults_of(name: str) -> dict[str, Any]:
     """Return the values by key that a method or algorithm sets in place of defaults: `defaults`, and arguments of the
     sections in its configuration class, such as `batch: BatchConfig = BatchConfig(prompts=4)`."""
@@ -190,7 +195,7 @@ def _factory(name: str) -> Factory:
         return OutsideMethod(name, code=UserCode.read(name, "Algorithm"))
     if entry := next(filter(None, (find_plugin(group, name) for group in GROUPS)), None):
         return OutsideMethod(name, package=origin(entry))
-    known = names()
+    known = algorithms()
     same = [one for one in known if _letters(one) == _letters(name)]
     meant = f"Did you mean {same[0]}?" if same else suggest(name, known)
     there = f"There are {', '.join(known)} and path/to/file.py:Class."

@@ -21,7 +21,7 @@ from rlctl.data.texts import MARGIN
 from rlctl.errors import InputError
 from rlctl.methods.preference import PAIRS, REWARDS, PairMethod, Pairs, measure_pairs, summed
 from rlctl.settings.config import RlctlConfig
-from rlctl.settings.run import TextLossConfig
+from rlctl.settings.run import OwnLossConfig
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class RmConfig(RlctlConfig):
     """The configuration of `rlctl train rm`."""
 
-    loss: TextLossConfig = TextLossConfig()
+    loss: OwnLossConfig = OwnLossConfig()
 
     @model_validator(mode="after")
     def validate_no_quantization(self) -> RmConfig:

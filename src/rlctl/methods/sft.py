@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from rlctl.backends.batch import TokenBatch
 from rlctl.data.row_types import TextRows
+from rlctl.methods.rl.advantages import token_weights
 from rlctl.methods.text_method import TextMethod
 from rlctl.settings.config import TextConfig
 from rlctl.settings.data import TextDataConfig
+from rlctl.settings.run import TextLossConfig
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
@@ -23,6 +27,7 @@ class SftConfig(TextConfig):
     """The configuration of `rlctl train sft`."""
 
     data: TextDataConfig = TextDataConfig()
+    loss: TextLossConfig = TextLossConfig()
 
 
 class Sft(TextMethod):
@@ -44,6 +49,9 @@ class Sft(TextMethod):
         "rlctl train sft --resume --run-dir runs/my-run",
     )
     metrics = (Metric("likelihood", "mean", curve="mean probability of a token of the texts", form=".3f"),)
+
+    def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
+        return token_weights(response_tokens_N, self.config.loss.level, 1)
 
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
         return -batch.logprobs_R

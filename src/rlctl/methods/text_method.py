@@ -88,7 +88,8 @@ class TextMethod(Method):
         return [np.zeros(len(group.rollouts)) for group in groups]
 
     def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
-        return token_weights(response_tokens_N, self.config.loss.level, 1)
+        """Return the weights of a mean over the tokens of the batch."""
+        return token_weights(response_tokens_N, "token", 1)
 
 
 def per_text(count: int, sequences: int) -> np.ndarray:

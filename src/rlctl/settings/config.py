@@ -22,10 +22,10 @@ from rlctl.settings.run import (
     ChecksConfig,
     ClusterConfig,
     GroupBatchConfig,
+    OwnLossConfig,
     RolloutChecksConfig,
     RunConfig,
     SampledValidationConfig,
-    TextLossConfig,
     TextValidationConfig,
     ValidationConfig,
 )
@@ -178,7 +178,7 @@ class TextConfig(EngineConfig):
     """The sections of methods that read texts. Engines start only for `validation.answers`."""
 
     validation: TextValidationConfig = TextValidationConfig()
-    loss: TextLossConfig = TextLossConfig()
+    loss: OwnLossConfig = OwnLossConfig()
 
 
 class RolloutConfig(EngineConfig):

@@ -134,8 +134,8 @@ class GroupBatchConfig(BatchConfig):
         return f"batch.prompts x batch.generations = {self.rollouts:,} rollouts"
 
 
-class TextLossConfig(Section):
-    """The loss on texts."""
+class OwnLossConfig(Section):
+    """A loss function of the user's in place of the method's."""
 
     function: str | None = None
     """Loss function `path/to/file.py:function` that replaces the method's loss. It takes a TokenBatch and returns the
@@ -144,6 +144,11 @@ class TextLossConfig(Section):
     """Settings of `function`: values of its keyword-only parameters."""
     needs: tuple[LogprobColumn, ...] | None = None
     """Log-probs that are computed before training, for `function`; unset: those of the method."""
+
+
+class TextLossConfig(OwnLossConfig):
+    """The loss on texts."""
+
     level: Literal["token", "sequence"] = "token"
     """Average over all tokens of the batch, or over texts, each with the mean of its tokens."""
 

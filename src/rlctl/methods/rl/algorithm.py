@@ -25,7 +25,7 @@ from rlctl.data.rollouts import FAULTS, Rollout, RolloutGroup
 from rlctl.errors import ConfigError
 from rlctl.methods.rl.advantage_trial import require_advantages
 from rlctl.methods.rl.advantages import nearly_equal, overlong_penalty, token_weights, whitened, whitened_rollouts
-from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.methods.rl.rl_config import AlgorithmConfig, RlConfig
 from rlctl.methods.rl.sections import AdvantageConfig, CriticConfig
 from rlctl.methods.rl.token_advantages import PenalizedAdvantages
 from rlctl.rollouts.source import RolloutSource
@@ -68,14 +68,14 @@ FILTERED: Mapping[str, tuple[Metric, ...]] = {"keep": (), "drop": (DROPPED,), "r
 class Algorithm(Method):
     """An RL algorithm with its configuration; a subclass gives at least `advantages` and `token_loss`."""
 
-    Config: ClassVar[type[RlConfig]] = RlConfig
-    config: RlConfig
+    Config: ClassVar[type[AlgorithmConfig]] = RlConfig
+    config: AlgorithmConfig
     command = "grpo"
     rewarded = True
     needs_old_logprobs: ClassVar[bool] = False
     """Whether the loss compares with the old policy in addition to the ratio."""
 
-    def refuse(self, config: RlConfig) -> None:
+    def refuse(self, config: AlgorithmConfig) -> None:
         refuse_async(config)
 
     def try_out(self, what: str) -> None:
@@ -338,7 +338,7 @@ def _judged(batch: TokenBatch, options: AdvantageConfig) -> TokenBatch:
     return replace(batch, advantages_R=advantages_R)
 
 
-def refuse_async(config: RlConfig) -> None:
+def refuse_async(config: AlgorithmConfig) -> None:
     """Raise ConfigError for settings with which rollouts cannot be made while the policy trains."""
     rollouts = config.rollouts
     if rollouts.mode != "async":

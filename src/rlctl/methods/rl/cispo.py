@@ -14,14 +14,28 @@ from typing import TYPE_CHECKING
 
 from rlctl.backends.batch import TokenBatch
 from rlctl.methods.rl.policy_gradient import PolicyGradient
+from rlctl.methods.rl.rl_config import AlgorithmConfig
+from rlctl.methods.rl.sections import PolicyLoss, RatioBounds
 
 if TYPE_CHECKING:
     import torch
 
 
+class CispoLoss(RatioBounds, PolicyLoss):
+    """The policy loss of CISPO, its KL penalty, and the correction for what the engine computes differently."""
+
+
+class CispoConfig(AlgorithmConfig):
+    """The configuration of `--algorithm cispo`."""
+
+    loss: CispoLoss = CispoLoss()
+
+
 class Cispo(PolicyGradient):
     """REINFORCE with a bounded weight of each token."""
 
+    Config = CispoConfig
+    config: CispoConfig
     defaults = {"loss.clip_low": 1.0, "loss.clip_high": 4.0}
 
     def surrogate(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:

@@ -24,7 +24,7 @@ from rlctl.backends.base import CriticWorker
 from rlctl.backends.batch import LossOutput, MinibatchResult, ValueBatch
 from rlctl.backends.clients import PolicyClient, only_result
 from rlctl.cluster.workers import WorkerGroup
-from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.methods.rl.rl_config import AlgorithmConfig
 from rlctl.telemetry.metrics import Metric
 from rlctl.training.schedule import learning_rate, weight_decay
 
@@ -41,7 +41,7 @@ METRICS = (
 class Critic:
     """The value model of a run: trained on each batch before the policy is."""
 
-    def __init__(self, config: RlConfig, policy: PolicyClient) -> None:
+    def __init__(self, config: AlgorithmConfig, policy: PolicyClient) -> None:
         """`policy`: its ranks have the critic next to it."""
         self._config, self._policy, self._ranks = config, policy, cast(WorkerGroup[CriticWorker], policy.group)
 
@@ -70,7 +70,7 @@ class Critic:
 class TokenAdvantages:
     """From values to returns and advantages on the ranks: their `AdvantageEstimate`."""
 
-    config: RlConfig
+    config: AlgorithmConfig
     column: str = "values"
     bounds: tuple[None, None] = (None, None)
 

@@ -11,25 +11,32 @@ which the settings leave untruncated.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from rlctl.backends.batch import TokenBatch
+from rlctl.config.section import PositiveNumber
 from rlctl.methods.rl.policy_gradient import PolicyGradient
-from rlctl.methods.rl.rl_config import RlConfig
-from rlctl.methods.rl.sections import LossConfig
+from rlctl.methods.rl.rl_config import AlgorithmConfig
+from rlctl.methods.rl.sections import PolicyLoss
 
 if TYPE_CHECKING:
     import torch
 
 
-class DppoLoss(LossConfig):
+class DppoLoss(PolicyLoss):
     """The policy loss of DPPO, its KL penalty, and the correction for what the engine computes differently."""
 
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.15
+    """Largest divergence of tokens that become less likely."""
+    clip_high: PositiveNumber = 0.15
+    """Largest divergence of tokens that become more likely."""
     divergence: Literal["tv", "kl"] = "tv"
     """Bounded divergence: total variation, or KL, of the chosen token against all others."""
 
 
-class DppoConfig(RlConfig):
+class DppoConfig(AlgorithmConfig):
     """The configuration of `--algorithm dppo`."""
 
     loss: DppoLoss = DppoLoss()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from rlctl.backends.batch import TokenBatch
 from rlctl.methods.rl.policy_gradient import PolicyGradient
+from rlctl.methods.rl.rl_config import RlConfig
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 class Grpo(PolicyGradient):
     """The clipped surrogate of PPO (arXiv 1707.06347, equation 7) with the ratio of each token and separate bounds."""
+
+    Config = RlConfig
+    config: RlConfig
 
     def surrogate(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """Return -min(q A, clip(q) A); `loss.dual_clip` c > 1 bounds the loss of a token with A < 0 at -c A, since q A

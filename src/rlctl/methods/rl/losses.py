@@ -37,7 +37,7 @@ from typing import Literal
 import torch
 
 from rlctl.backends.batch import TokenBatch, ValueBatch
-from rlctl.methods.rl.sections import LossConfig
+from rlctl.methods.rl.sections import PolicyLoss
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -146,7 +146,7 @@ def penalized(
     logprobs_R: torch.Tensor,
     reference_logprobs_R: torch.Tensor,
     batch: TokenBatch | ValueBatch,
-    options: LossConfig,
+    options: PolicyLoss,
 ) -> torch.Tensor:
     """Return advantages [R] less the KL penalties of each token and of those that follow it, of the policy that sampled
     (`logprobs_R`)."""
@@ -184,7 +184,7 @@ class Correction:
     limited_R: torch.Tensor
 
 
-def correction(batch: TokenBatch, options: LossConfig) -> Correction:
+def correction(batch: TokenBatch, options: PolicyLoss) -> Correction:
     """Return w of each token, or with `importance_level=sequence` the product over its rollout, bounded and masked.
 
     - `off`: 1. With `ratio` too: the surrogate's own ratio is to mu then (`PolicyGradient.ratio_to_anchor`).
@@ -226,7 +226,7 @@ def correction(batch: TokenBatch, options: LossConfig) -> Correction:
     return Correction(torch.where(kept_R, weights_R, 0.0), limited_R | ~kept_R)
 
 
-def unbounded_weights(old_logprobs_R: torch.Tensor, batch: TokenBatch, options: LossConfig) -> torch.Tensor:
+def unbounded_weights(old_logprobs_R: torch.Tensor, batch: TokenBatch, options: PolicyLoss) -> torch.Tensor:
     """Return w of each token, or the product over its rollout, as it is [R]."""
     log_ratio_R = _log_ratio(old_logprobs_R, batch.rollout_logprobs_R)
     if options.importance_level == "sequence":

@@ -24,7 +24,7 @@ import numpy as np
 from rlctl.backends.batch import TokenBatch
 from rlctl.methods.rl.advantages import group_advantages
 from rlctl.methods.rl.algorithm import Algorithm
-from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.methods.rl.rl_config import AlgorithmConfig
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class PolicyGradient(Algorithm):
         Metric("importance_limited", "mean"),
     )
 
-    def __init__(self, config: RlConfig) -> None:
+    def __init__(self, config: AlgorithmConfig) -> None:
         super().__init__(config)
         if "reference_logprobs" in self.needs:
             self.metrics = (KL, *self.metrics)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from rlctl.config.section import changed
-from rlctl.methods.rl.sections import AdvantageConfig, CriticConfig, LossConfig
+from rlctl.methods.rl.sections import AdvantageConfig, CriticConfig, LossConfig, PolicyLoss
 from rlctl.settings.config import RolloutConfig, check_schedule
 
 
-class RlConfig(RolloutConfig):
-    """The configuration of `rlctl train grpo`."""
+class AlgorithmConfig(RolloutConfig):
+    """The sections of every RL algorithm. A loss without the keys of `RlConfig` derives its configuration from this."""
 
     advantage: AdvantageConfig = AdvantageConfig()
     critic: CriticConfig = CriticConfig()
-    loss: LossConfig = LossConfig()
+    loss: PolicyLoss = PolicyLoss()
 
     @property
     def has_critic(self) -> bool:
@@ -42,12 +42,12 @@ class RlConfig(RolloutConfig):
         return self.advantage.compares and self.learns_from_rewards
 
     @model_validator(mode="after")
-    def validate_schedule_of_the_critic(self) -> RlConfig:
+    def validate_schedule_of_the_critic(self) -> AlgorithmConfig:
         check_schedule("critic.", "critic.lr", self.critic.lr, self.critic.scheduler)
         return self
 
     @model_validator(mode="after")
-    def validate_turns_that_are_judged(self) -> RlConfig:
+    def validate_turns_that_are_judged(self) -> AlgorithmConfig:
         if not self.advantage.judges_turns:
             return self
         key = f"advantage.{'malformed_thinking' if self.advantage.invalid_tool_call is None else 'invalid_tool_call'}"
@@ -58,7 +58,7 @@ class RlConfig(RolloutConfig):
         return self
 
     @model_validator(mode="after")
-    def validate_groups_that_are_compared(self) -> RlConfig:
+    def validate_groups_that_are_compared(self) -> AlgorithmConfig:
         compared = self.compares_rewards
         if self.batch.generations > 1 or not (compared or self.filter.groups != "keep"):
             return self
@@ -71,7 +71,7 @@ class RlConfig(RolloutConfig):
         )
 
     @model_validator(mode="after")
-    def validate_whitened_penalties(self) -> RlConfig:
+    def validate_whitened_penalties(self) -> AlgorithmConfig:
         if not self.whitens_penalties:
             return self
         if self.advantage.whiten_over == "rollouts":
@@ -87,7 +87,7 @@ class RlConfig(RolloutConfig):
         return self
 
     @model_validator(mode="after")
-    def validate_shift_of_a_sum(self) -> RlConfig:
+    def validate_shift_of_a_sum(self) -> AlgorithmConfig:
         if self.reward.shift and self.advantage.per_term:
             raise ValueError(
                 f"reward.shift = {self.reward.shift:g} is added to the sum of the terms, and advantage.per_term = true "
@@ -96,7 +96,7 @@ class RlConfig(RolloutConfig):
         return self
 
     @model_validator(mode="after")
-    def validate_critic(self) -> RlConfig:
+    def validate_critic(self) -> AlgorithmConfig:
         if not self.has_critic:
             if self.critic != CriticConfig():
                 odd = dict(changed(self.critic, CriticConfig(), "critic."))
@@ -123,10 +123,17 @@ class RlConfig(RolloutConfig):
         return self
 
     @model_validator(mode="after")
-    def validate_filter_has_rewards(self) -> RlConfig:
+    def validate_filter_has_rewards(self) -> AlgorithmConfig:
         if self.filter.groups != "keep" and not self.learns_from_rewards:
             raise ValueError(
                 f"filter.groups = {self.filter.groups} chooses by rewards, and with distillation.reward_weight = 0 "
                 "none are learned from"
             )
         return self
+
+
+class RlConfig(AlgorithmConfig):
+    """The configuration of `rlctl train grpo`: of algorithms with the clipped loss, and of algorithms from outside
+    rlctl without a class of their own."""
+
+    loss: LossConfig = LossConfig()

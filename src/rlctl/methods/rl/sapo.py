@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from rlctl.backends.batch import TokenBatch
 from rlctl.config.section import PositiveNumber
 from rlctl.methods.rl.policy_gradient import PolicyGradient
-from rlctl.methods.rl.rl_config import RlConfig
-from rlctl.methods.rl.sections import LossConfig
+from rlctl.methods.rl.rl_config import AlgorithmConfig
+from rlctl.methods.rl.sections import PolicyLoss
 
 if TYPE_CHECKING:
     import torch
 
 
-class SapoLoss(LossConfig):
+class SapoLoss(PolicyLoss):
     """The policy loss of SAPO, its KL penalty, and the correction for what the engine computes differently."""
 
     sapo_temperature_positive: PositiveNumber = 1.0
@@ -29,7 +29,7 @@ class SapoLoss(LossConfig):
     """Temperature of the gate where the advantage is negative."""
 
 
-class SapoConfig(RlConfig):
+class SapoConfig(AlgorithmConfig):
     """The configuration of `--algorithm sapo`."""
 
     loss: SapoLoss = SapoLoss()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from rlctl.config.facts import Unloadable
 from rlctl.config.section import NonNegative, NonNegativeNumber, Positive, PositiveNumber, Section
+from rlctl.settings.run import OwnLossConfig
 from rlctl.settings.training import LogprobColumn, SchedulerConfig
 
 
@@ -56,25 +57,9 @@ class AdvantageConfig(Section):
         return self.baseline in ("mean", "leave-one-out") or self.normalize_std
 
 
-class LossConfig(Section):
-    """The policy loss, its KL penalty, and the correction for what the engine computes differently."""
+class KlPenalty(Section):
+    """The KL penalty to the reference policy."""
 
-    function: str | None = None
-    """Loss function `path/to/file.py:function` that replaces the algorithm's loss. It takes a TokenBatch and returns
-    the loss of each response token."""
-    params: dict[str, Any] = {}
-    """Settings of `function`: values of its keyword-only parameters."""
-    needs: tuple[LogprobColumn, ...] | None = None
-    """Log-probs that are computed before training; unset: `old_logprobs` with several optimizer steps a batch (seldom
-    with `importance_correction=ratio`), `reference_logprobs` with a KL penalty, `teacher_logprobs` with a teacher."""
-    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Lower bound: the ratio of the policies is clipped at 1 - clip_low. For dppo the largest divergence of tokens that
-    become less likely."""
-    clip_high: PositiveNumber = 0.2
-    """Upper bound: the ratio of the policies is clipped at 1 + clip_high. For dppo the largest divergence of tokens
-    that become more likely."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Lower bound c of the loss for negative advantages (dual-clip PPO); unset: off."""
     kl_coefficient: NonNegativeNumber = 0.0
     """Weight of the KL penalty to the reference policy; with 0 no reference model is kept."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -91,13 +76,28 @@ class LossConfig(Section):
     kl_score_term: bool = False
     """With `kl_in=loss`, also hold each token to account for the penalty of the tokens that follow it: the gradient of
     the estimator alone leaves that out, and is not the gradient of the KL divergence."""
+
+
+class EntropyBonus(Section):
+    """The entropy of the policy, as a term of the loss."""
+
     entropy_coefficient: NonNegativeNumber = 0.0
     """Weight of the entropy of each token's distribution, which is added to what is maximised."""
+
+
+class Average(Section):
+    """From the losses of tokens to one number."""
+
     level: Literal["token", "sequence", "constant"] = "token"
     """Unit of the average: all tokens of the batch; sequences, each with the mean of its tokens; or sequences, each
     with the sum of its tokens divided by `length_divisor`."""
     length_divisor: Positive | None = None
     """Divisor of every sequence's sum with `level=constant`; unset: generation.max_new_tokens."""
+
+
+class ImportanceCorrection(Section):
+    """The correction for the difference between the distributions of engine and trainer."""
+
     importance_correction: Literal["off", "untruncated", "truncated", "masked", "ratio"] = "truncated"
     """Correction for the difference between the engine's and the trainer's log-probs: tokens weigh by the ratio of the
     two probabilities, as it is, truncated at `importance_cap`, or 0 outside of [importance_floor, importance_cap]. With
@@ -108,21 +108,9 @@ class LossConfig(Section):
     """Upper bound of the importance weight."""
     importance_floor: NonNegativeNumber | None = None
     """Lower bound of the importance weight; unset: with `masked` 1 / importance_cap, with `truncated` none."""
-    sequence_mask: tuple[NonNegativeNumber, PositiveNumber] | None = None
-    """Bounds of the geometric mean of a rollout's ratios of trainer to engine, for example [0.999, 1.002]; a rollout
-    outside of them is not learned from. Unset: off."""
-    error_mask: Annotated[float, Field(gt=1)] | None = None
-    """Largest mean of exp|log(trainer / engine)| over the tokens of a rollout; a rollout beyond it is not learned from.
-    Unset: off."""
-    off_policy_mask: PositiveNumber | None = None
-    """Largest mean of log(engine / policy) over the tokens of a rollout with a negative advantage, in nats; a rollout
-    beyond it is not learned from. Unset: off."""
-    positive_nll_weight: NonNegativeNumber = 0.0
-    """Weight of the negative log-likelihood of rollouts with a positive reward, which is added: its mean over all their
-    tokens (VAPO)."""
 
     @model_validator(mode="after")
-    def validate_bounds_of_importance(self) -> LossConfig:
+    def validate_bounds_of_importance(self) -> ImportanceCorrection:
         floor, cap = self.importance_floor, self.importance_cap
         if floor is not None and floor > cap:
             raise ValueError(f"loss.importance_floor = {floor:g} is above loss.importance_cap = {cap:g}")
@@ -133,11 +121,62 @@ class LossConfig(Section):
             )
         return self
 
+
+class RolloutMasks(Section):
+    """Rollouts that are not learned from, because they are too far from the policy."""
+
+    sequence_mask: tuple[NonNegativeNumber, PositiveNumber] | None = None
+    """Bounds of the geometric mean of a rollout's ratios of trainer to engine, for example [0.999, 1.002]; a rollout
+    outside of them is not learned from. Unset: off."""
+    error_mask: Annotated[float, Field(gt=1)] | None = None
+    """Largest mean of exp|log(trainer / engine)| over the tokens of a rollout; a rollout beyond it is not learned from.
+    Unset: off."""
+    off_policy_mask: PositiveNumber | None = None
+    """Largest mean of log(engine / policy) over the tokens of a rollout with a negative advantage, in nats; a rollout
+    beyond it is not learned from. Unset: off."""
+
     @model_validator(mode="after")
-    def validate_bounds_of_the_sequence_mask(self) -> LossConfig:
+    def validate_bounds_of_the_sequence_mask(self) -> RolloutMasks:
         if self.sequence_mask is not None and self.sequence_mask[0] >= self.sequence_mask[1]:
             raise ValueError(f"loss.sequence_mask = {list(self.sequence_mask)}: the lower bound comes first")
         return self
+
+
+class Imitation(Section):
+    """The likelihood of good rollouts, as a term of the loss."""
+
+    positive_nll_weight: NonNegativeNumber = 0.0
+    """Weight of the negative log-likelihood of rollouts with a positive reward, which is added: its mean over all their
+    tokens (VAPO)."""
+
+
+class PolicyLoss(KlPenalty, EntropyBonus, Average, ImportanceCorrection, RolloutMasks, Imitation, OwnLossConfig):
+    """The keys that every policy loss reads: its KL penalty, its average, and the correction for what the engine
+    computes differently."""
+
+    needs: tuple[LogprobColumn, ...] | None = None
+    """Log-probs that are computed before training; unset: `old_logprobs` with several optimizer steps a batch (seldom
+    with `importance_correction=ratio`), `reference_logprobs` with a KL penalty, `teacher_logprobs` with a teacher."""
+
+
+class RatioBounds(Section):
+    """Bounds of the ratio of the policies."""
+
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Lower bound: the ratio of the policies is clipped at 1 - clip_low."""
+    clip_high: PositiveNumber = 0.2
+    """Upper bound: the ratio of the policies is clipped at 1 + clip_high."""
+
+
+class DualClip(Section):
+    """The bound of the loss of negative advantages."""
+
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Lower bound c of the loss for negative advantages (dual-clip PPO); unset: off."""
+
+
+class LossConfig(DualClip, RatioBounds, PolicyLoss):
+    """The clipped policy loss, its KL penalty, and the correction for what the engine computes differently."""
 
 
 class CriticConfig(Section):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlctl.backends.batch import ValueBatch
-from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.methods.rl.rl_config import AlgorithmConfig
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ class PenalizedAdvantages:
     """From the advantages of rollouts to those of tokens on the ranks, where these are whitened with the KL penalty in
     them: REINFORCE++ (arXiv 2501.03262) normalizes r - kl_coefficient * sum of KL_i over i >= t over the batch."""
 
-    config: RlConfig
+    config: AlgorithmConfig
     column: str = "reference_logprobs"
     whitens: bool = True
 

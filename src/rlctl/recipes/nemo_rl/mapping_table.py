@@ -233,7 +233,9 @@ _GRPO: dict[str, Rule] = {
     "loss_fn.reference_policy_kl_type": to("loss.kl_estimator", {"k1": "k1", "k2": "k2", "k3": "k3", None: None}),
     "loss_fn.ratio_clip_min": to("loss.clip_low"),
     "loss_fn.ratio_clip_max": to("loss.clip_high"),
-    "loss_fn.ratio_clip_c": to("loss.dual_clip"),
+    "loss_fn.ratio_clip_c": when(
+        lambda found: not found.get("loss_fn.use_cispo"), to("loss.dual_clip"), "the loss has no such bound"
+    ),
     "loss_fn.token_level_loss": to("loss.level", {True: "token", False: "sequence"}),
     "loss_fn.use_importance_sampling_correction": rules.correction,
     **{

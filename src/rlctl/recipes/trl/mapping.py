@@ -123,6 +123,11 @@ def steps_of_batch(found: Found) -> None:
         found.map("batch.optimizer_steps", found.value // accumulated)
 
 
+def unless_loss_is(names: str, rule: Rule) -> Rule:
+    """Return a rule for a bound that the losses `names` do not have."""
+    return when(lambda found: found.get("loss_type") not in names.split(), rule, "the loss has no such bound")
+
+
 def loss_type(found: Found) -> None:
     if found.value not in LOSSES:
         found.say("not yet", f"rlctl knows {', '.join(LOSSES)}", "run.algorithm")
@@ -402,11 +407,14 @@ _GRPO: dict[str, Rule] = {
     "steps_per_generation": steps_of_batch,
     "num_iterations": to("batch.epochs"),
     "beta": to("loss.kl_coefficient"),
-    "epsilon": lambda found: found.map_all(
-        {"loss.clip_low": found.value} | ({} if found.get("epsilon_high") else {"loss.clip_high": found.value})
+    "epsilon": unless_loss_is(
+        "sapo",
+        lambda found: found.map_all(
+            {"loss.clip_low": found.value} | ({} if found.get("epsilon_high") else {"loss.clip_high": found.value})
+        ),
     ),
-    "epsilon_high": to("loss.clip_high"),
-    "delta": to("loss.dual_clip"),
+    "epsilon_high": unless_loss_is("sapo", to("loss.clip_high")),
+    "delta": unless_loss_is("sapo cispo", to("loss.dual_clip")),
     "loss_type": loss_type,
     "importance_sampling_level": when(
         lambda found: found.value == "sequence", lambda found: found.map("run.algorithm", "gspo"), "what rlctl does"

@@ -197,6 +197,15 @@ def clip_ratio(found: Found) -> None:
     found.say("mapped", "loss.clip_low and loss.clip_high")
 
 
+def unless_loss_is(names: str, rule: Rule) -> Rule:
+    """Return a rule for a bound that the losses `names` do not have."""
+    return when(
+        lambda found: found.get(f"{ACTOR}.policy_loss.loss_mode") not in names.split(),
+        rule,
+        "the loss has no such bound",
+    )
+
+
 def share_of_steps(key: str) -> Rule:
     def rule(found: Found) -> None:
         steps = found.get("trainer.total_training_steps")
@@ -591,10 +600,12 @@ _ACTOR: dict[str, Rule] = {
     "ppo_max_token_len_per_gpu": row_tokens,
     **each("", "ppo_micro_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz max_token_len_per_gpu", ROWS),
     "grad_clip": to("optimizer.clip_grad"),
-    "clip_ratio": clip_ratio,
-    "clip_ratio_low": lambda found: found.map("loss.clip_low", None if found.value is None else min(found.value, 1)),
-    "clip_ratio_high": to("loss.clip_high"),
-    "clip_ratio_c": to("loss.dual_clip"),
+    "clip_ratio": unless_loss_is("sapo", clip_ratio),
+    "clip_ratio_low": unless_loss_is(
+        "sapo", lambda found: found.map("loss.clip_low", None if found.value is None else min(found.value, 1))
+    ),
+    "clip_ratio_high": unless_loss_is("sapo", to("loss.clip_high")),
+    "clip_ratio_c": unless_loss_is("sapo cispo", to("loss.dual_clip")),
     "loss_agg_mode": to("loss.level", LEVELS),
     "loss_scale_factor": to("loss.length_divisor"),
     "entropy_coeff": to("loss.entropy_coefficient"),
