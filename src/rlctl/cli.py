@@ -150,6 +150,8 @@ def run(argv: list[str] | None = None) -> int:
     # transformers warns about a default value of Idefics3 for every model.
     reads = logging.getLogger("transformers.configuration_utils")
     reads.addFilter(lambda record: "got 128002" not in record.getMessage())
+    # Probes and a local Ray inherit it: GPUs are then numbered as nvidia-smi lists them.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     debugging = os.environ.get("RLCTL_DEBUG", "") not in ("", "0")
     try:
         code = app(args=argv, prog_name="rlctl", standalone_mode=False)

@@ -59,6 +59,7 @@ def test_variables_of_the_user_reach_training_processes_and_win() -> None:
     assert on_gpus == {
         "OMP_NUM_THREADS": "2",
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "NCCL_ALGO": "Ring",
     }

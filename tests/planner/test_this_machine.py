@@ -9,10 +9,11 @@ import pytest
 
 from rlctl.backends.vllm.args import refuse_unsupported
 from rlctl.commands.doctor import wanted
+from rlctl.doctor import deep
 from rlctl.doctor.finding import Check
-from rlctl.doctor.gpus import Gpu, check_driver
+from rlctl.doctor.gpus import Gpu, check_driver, check_gpus, check_other_programs, check_whole, list_gpus
 from rlctl.doctor.network import NodeFacts, compare_memory
-from rlctl.errors import ConfigError, NoPlanError
+from rlctl.errors import ConfigError, MachineError, NoPlanError
 from rlctl.jobs.run_workers import planned_workers, policy_environment
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
@@ -26,6 +27,9 @@ from support.plans import plan_of
 
 SMI = """#!/bin/sh
 case "$*" in
+  *mig.mode*) echo "0, GPU-1, ${MIG:-[N/A]}" ;;
+  *memory.used*) echo "0, 812, $MEM" ;;
+  *compute-apps*) ;;
   *compute_cap*) echo "0, GPU-1, $NAME, $CAP" ;;
   *memory.total*) echo "0, GPU-1, $NAME, $MEM, 580.95.05" ;;
   *) echo "0, GPU-1, $NAME" ;;
@@ -220,3 +224,40 @@ def test_short_host_memory_is_refused_with_advice_for_this_machine(card, monkeyp
     with pytest.raises(NoPlanError, match="host memory") as caught:
         plan_of(config("run.save_copies=true"), lookup("Qwen/Qwen3-0.6B"))
     assert "run.save_copies=false" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(("visible", "mode", "said"), [
+    ("MIG-5f1b", "[N/A]", "CUDA_VISIBLE_DEVICES names a MIG slice (MIG-5f1b)"),
+    ("MIG-GPU-1/3/0", "Enabled", "names a MIG slice"), (None, "Enabled", "GPU 0 is split into MIG slices"),
+])  # fmt: skip
+def test_plan_dry_run_and_doctor_refuse_mig_slices_in_the_same_words(
+    card, monkeypatch: pytest.MonkeyPatch, visible: str | None, mode: str, said: str
+) -> None:
+    card("NVIDIA H100 80GB HBM3", 81559)
+    monkeypatch.setenv("MIG", mode)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for assumed in (None, "h100"):
+        with pytest.raises(MachineError, match=re.escape(said)) as caught:
+            cluster_from_config(config(), assume=assumed)
+    with pytest.raises(MachineError):
+        cluster_from_config(config("cluster.gpu=h100"))
+    split = check_whole(1, "auto")
+    assert split is not None
+    assert (split.status, f"{split.detail}.", split.fix) == ("fail", caught.value.message, caught.value.hint)
+    with pytest.raises(MachineError, match=re.escape(said)):
+        deep.deep("auto", [], None, Path(), lambda _: None)
+    assert cluster_from_config(config("cluster.gpu=a100"), assume="h100").device.name == "a100"  # another machine
+    assert cluster_from_config(config("cluster.gpu=cpu")).is_cpu
+    assert check_whole(0, "cpu") is None
+
+
+def test_a_gpu_that_shares_its_memory_is_planned_and_found(card) -> None:
+    """The driver reports [N/A] as the memory of a GB10."""
+    card("NVIDIA GB10", "[N/A]")
+    planned = cluster_from_config(config()).device
+    (found,) = list_gpus()
+    assert (found.name, found.memory_bytes) == ("NVIDIA GB10", int(device_named("gb10").memory))
+    assert planned.name == "gb10"
+    assert check_gpus((found,), 1, "auto").status == "ok"
+    assert check_other_programs().status == "ok"

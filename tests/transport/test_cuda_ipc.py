@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from rlctl.transport import cuda_ipc
 from rlctl.transport.cuda_ipc import _segments_of_their_own
 
 
@@ -31,3 +32,17 @@ def test_shared_memory_is_in_plain_segments_of_its_own(monkeypatch: pytest.Monke
         raise MemoryError
     fixed = "max_split_size_mb:64,expandable_segments:False"
     assert calls == ([fixed, "pool", settings] if settings and "expandable" in settings else ["pool"])
+
+
+def test_a_gpu_whose_handles_cannot_be_made_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(buffer: torch.Tensor) -> tuple:
+        raise RuntimeError("CUDA error: operation not supported\nCUDA kernel errors might be reported later")
+
+    assert cuda_ipc.why_not_shared(torch.device("cpu")) == ""
+    plain = torch.empty
+    monkeypatch.setattr(cuda_ipc, "_segments_of_their_own", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(cuda_ipc.torch, "empty", lambda *sizes, device, **options: plain(*sizes, **options))
+    monkeypatch.setattr(cuda_ipc, "_share", lambda buffer: (buffer,))
+    assert cuda_ipc.why_not_shared(torch.device("cuda:0")) == ""
+    monkeypatch.setattr(cuda_ipc, "_share", refuse)
+    assert cuda_ipc.why_not_shared(torch.device("cuda:0")) == "CUDA error: operation not supported"

@@ -20,6 +20,7 @@ from rlctl.config.files import temporary_folder
 from rlctl.doctor.gpus import list_gpus
 from rlctl.doctor.probes import CPU, GPU, LAYERS, Probe
 from rlctl.errors import InputError, NoPlanError, suggest
+from rlctl.planner.from_config import require_whole_gpus
 
 LIMIT_S, LIMIT_CPU_S = 480.0, 300.0
 CPU_PATIENCE = 2.0
@@ -112,6 +113,8 @@ def deep(
 ) -> list[ProbeOutcome]:
     """Run the probes in `folder` and return their outcomes. `gpu`: the value of `cluster.gpu`; without GPUs the CPU.
     `done` receives each outcome."""
+    if gpu != CPU:
+        require_whole_gpus()
     gpu = gpu if list_gpus() else CPU
     stages, deadline = chosen(only), time.monotonic() + (limit_s or (LIMIT_CPU_S if gpu == CPU else LIMIT_S))
     outcomes: list[ProbeOutcome] = []

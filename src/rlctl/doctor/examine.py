@@ -39,7 +39,8 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     yield software.check_transformer_engine(len(found), versions, None if quick else software.why_not_imported)
     yield gpus.check_vllm_platform(found, versions)
     yield host.check_cpu(len(found))
-    yield gpus.check_gpus(found, wanted.gpus_per_node, wanted.gpu)
+    split = gpus.check_whole(wanted.gpus_per_node, wanted.gpu)
+    yield split or gpus.check_gpus(found, wanted.gpus_per_node, wanted.gpu)
     if found:
         yield gpus.check_driver(found, versions)
         yield gpus.check_compiler()

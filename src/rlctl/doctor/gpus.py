@@ -56,13 +56,27 @@ class Gpu:
 def list_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that nvidia-smi lists and `CUDA_VISIBLE_DEVICES` leaves to a run; none without a driver."""
     from rlctl.planner.from_config import visible
+    from rlctl.planner.inputs.cluster import device_reported
+
+    def memory_of(name: str, reported: str) -> int:
+        # GB10 shares its memory with the processor, and reports [N/A].
+        return int(reported) * 1024**2 if reported.isdigit() else int(device_reported(name).memory)
 
     rows = rows_of(nvidia_smi, "gpu", "index,uuid,name,memory.total,driver_version")
-    known = [tuple(row) for row in rows if len(row) == 5 and row[3].isdigit()]
+    known = [tuple(row) for row in rows if len(row) == 5]
     return tuple(
-        Gpu(name, int(memory) * 1024**2, driver)
+        Gpu(name, memory_of(name, memory), driver)
         for _, _, name, memory, driver in visible(known, os.environ.get("CUDA_VISIBLE_DEVICES"))
     )
+
+
+def check_whole(wanted: int, kind: str) -> Check | None:
+    """Return the failed check of GPUs that are split into MIG slices, in the words of the plan; None: they are whole,
+    or not used."""
+    from rlctl.planner.from_config import WHOLE_GPUS, mig_problem
+
+    problem = mig_problem() if kind != "cpu" else ""
+    return Check("gpus", "fail" if wanted else "warn", problem, WHOLE_GPUS) if problem else None
 
 
 def check_gpus(gpus: tuple[Gpu, ...], wanted: int = 0, kind: str = "auto") -> Check:
@@ -114,7 +128,11 @@ def check_other_programs(ask: Ask = nvidia_smi) -> Check:
         return Check(
             "gpu-programs", "warn", f"other programs use the GPUs: {found}", "End them, or leave the GPUs out."
         )
-    used = [row for row in rows_of(ask, "gpu", "index,memory.used,memory.total") if len(row) == 3 and row[1].isdigit()]
+    used = [
+        row
+        for row in rows_of(ask, "gpu", "index,memory.used,memory.total")
+        if len(row) == 3 and row[1].isdigit() and row[2].isdigit()
+    ]
     full = [index for index, taken, total in used if int(taken) > (1 - LEAST_FREE) * int(total)]
     if full:
         detail = f"memory of GPU {', '.join(full)} is in use by a program that is not shown here"

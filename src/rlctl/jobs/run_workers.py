@@ -371,6 +371,10 @@ ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Variables by which a user configures torch's allocator."""
 
 
+DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""CUDA counts unlike GPUs by their speed otherwise, and nvidia-smi and Ray by their bus."""
+
+
 def policy_environment(threads: int | None, device: Device, training: TrainingConfig) -> dict[str, str]:
     """The variables of a training process; the user's own win."""
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
@@ -378,6 +382,7 @@ def policy_environment(threads: int | None, device: Device, training: TrainingCo
         env["THP_MEM_ALLOC_ENABLE"] = "1"
     else:  # on Hopper torch prefers cuDNN's attention, which builds and keeps a plan for each shape of a row
         env["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
+        env |= DEVICE_ORDER
         if not ALLOCATOR.intersection((*os.environ, *training.env)):  # rows differ in length from step to step
             env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return env | training.env

@@ -71,6 +71,24 @@ def gpu_capability() -> float | None:
     return float(cell) if re.fullmatch(r"\d+\.\d+", cell) else None
 
 
+def mig_problem() -> str:
+    """Return one sentence about GPUs that are split into MIG slices; empty: these GPUs are whole."""
+    named = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if slices := [one for one in named if one.startswith("MIG-")]:
+        return f"CUDA_VISIBLE_DEVICES names a MIG slice ({slices[0]}); rlctl runs on whole GPUs alone"
+    split = [row[0] for row in _of_gpus("mig.mode.current") if row[2] == "Enabled"]
+    return f"GPU {', '.join(split)} is split into MIG slices; rlctl runs on whole GPUs alone" if split else ""
+
+
+WHOLE_GPUS = "Switch MIG off (`sudo nvidia-smi -mig 0`), or take a whole GPU; --gpu cpu computes without GPUs."
+
+
+def require_whole_gpus() -> None:
+    """Raise MachineError for GPUs that are split into MIG slices: their memory and number are not the GPU's."""
+    if problem := mig_problem():
+        raise MachineError(f"{problem}.", WHOLE_GPUS)
+
+
 def _of_gpus(fields: str) -> list[tuple[str, ...]]:
     """Return (index, uuid, *fields) of each GPU that is left to this process."""
     if shutil.which("nvidia-smi") is None:
@@ -108,8 +126,12 @@ def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> Clust
     if section.gpu not in ("cpu", "auto") and count != 0:
         named = make_cluster(section.gpu, section.nodes, count)
         here = {match_device(name) for name in local_gpus()} if section.ray_address is None else set()
+        if assume is None and section.ray_address is None:
+            require_whole_gpus()
         # Where another kind is named, it is the nearest one to a GPU of this machine, or another machine's.
         return measured(named, gpu_memory()) if here and (assume is None or named.device.name in here) else named
+    if section.gpu == "auto" and count != 0:
+        require_whole_gpus()
     found = local_gpus() if section.gpu == "auto" and count != 0 else []
     if found:
         memory = gpu_memory()

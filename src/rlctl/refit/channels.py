@@ -24,7 +24,8 @@ def staging_bytes(staging_mb: int | None, needs: Sequence[Need]) -> int:
 
 
 def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SenderPlace], directory: str | None) -> str:
-    """The mover asked for, or with `auto` one that fits the engines' places. Raises ConfigError if it cannot work."""
+    """The mover asked for, or with `auto` one that fits the engines' places. Raises ConfigError if it cannot work.
+    Shared GPUs whose memory cannot be shared between processes (WSL2) use shared memory of the host."""
     nodes = {place.node for place in places}
     away = [need for need in needs if need.node not in nodes]
     devices = {place.device for place in places}
@@ -32,11 +33,13 @@ def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SenderPlace
     gpus = any(need.device.startswith("cuda") for need in needs)
     if asked == "auto":
         if gpus:
-            return "collective" if elsewhere else "cuda-ipc"
+            return "collective" if elsewhere else "shared-memory" if why_not_shared(places) else "cuda-ipc"
         return "collective" if away else "shared-memory"
     if asked == "cuda-ipc" and (not gpus or elsewhere):
         where = f"{elsewhere[0].name} has a device of its own" if gpus else "the engines compute on a CPU"
         raise ConfigError(f"refit.mover = {asked}, but {where}.", "Use auto or collective.")
+    if asked == "cuda-ipc" and (why := why_not_shared(places)):
+        raise ConfigError(f"refit.mover = {asked}, but {why}.", "Use auto or shared-memory.")
     if asked == "shared-memory" and away:
         raise ConfigError(
             f"refit.mover = {asked}, but no policy rank is on the node of {away[0].name} ({away[0].node}).",
@@ -48,6 +51,12 @@ def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SenderPlace
             "Name a directory that all nodes see: --set refit.directory=DIR.",
         )
     return asked
+
+
+def why_not_shared(places: Sequence[SenderPlace]) -> str:
+    """Return the first policy rank whose GPU memory cannot be shared, with the reason; empty: all can."""
+    barred = next((place for place in places if place.not_shared), None)
+    return f"{barred.name} cannot share GPU memory by CUDA IPC ({barred.not_shared})" if barred else ""
 
 
 def plan_channels(

@@ -24,7 +24,7 @@ from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent
 from rlctl.transport import disk
 from rlctl.transport.changed_elements import ChangePacker
 from rlctl.transport.collective import CollectiveSender, ServedStore
-from rlctl.transport.cuda_ipc import device_name
+from rlctl.transport.cuda_ipc import device_name, why_not_shared
 from rlctl.transport.movers import MOVERS, Sender, make_staging, open_sender
 from rlctl.transport.round_buffers import Packer, source_view
 from rlctl.transport.rounds import ChangeSizes, Channel, Lengths, chunk_layout, cut_rounds, whole_tensors
@@ -76,7 +76,9 @@ class RefitSender:
 
     def refit_place(self) -> SenderPlace:
         address = os.environ.get("RLCTL_ADDRESS") or node_address() or socket.gethostname()
-        return SenderPlace(f"policy rank {self.rank}", this_node(), device_name(self._device()), address)
+        device = self._device()
+        name = f"policy rank {self.rank}"
+        return SenderPlace(name, this_node(), device_name(device), address, why_not_shared(device))
 
     def _device(self) -> torch.device:
         """The weights' device, looked up once in `refit_place` on all ranks, because `parameters` may be collective."""

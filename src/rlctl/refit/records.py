@@ -32,6 +32,8 @@ class SenderPlace:
     device: str
     address: str
     """Network address of its node."""
+    not_shared: str = ""
+    """The reason why its GPU's memory cannot be shared with other processes; empty: it can."""
 
 
 @dataclass(frozen=True)

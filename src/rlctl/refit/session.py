@@ -28,6 +28,7 @@ from rlctl.refit.channels import (
     shared_place,
     shares_of,
     staging_bytes,
+    why_not_shared,
 )
 from rlctl.refit.records import RefitReport, SenderPlace, SenderSetup, Sent, Share, TableRow
 from rlctl.refit.verify import TensorComparison, compare, require_as_converted, require_equal, source_sums
@@ -91,6 +92,8 @@ class RefitSession:
         self.paths: dict[str, tuple[tuple[str, str], ...]] = {}
         """How each tensor comes into the engines, and why; more than one way where workers hold it differently."""
         self.shares: tuple[Share, ...] = ()
+        self.note = ""
+        """A remark on the mover, for the user."""
         self.last_comparison: TensorComparison | None = None
         self._dtype, self._converted, self._converted_at = dtype, converted or {}, converted_at
 
@@ -117,6 +120,8 @@ class RefitSession:
         self.paths = paths_of(table, needs)
         self.shares = shares_of(table, self.paths)
         self.mover = choose_mover(self.settings.mover, needs, places, self.settings.directory)
+        why = why_not_shared(places) if self.settings.mover == "auto" and self.mover == "shared-memory" else ""
+        self.note = f"{why}: refits go through shared memory of the host" if why else ""
         self._base, self._whole_only = None, self._why_whole(needs, places)
         channels = plan_channels(
             self.mover,

@@ -136,6 +136,8 @@ class WeightSync:
     def __enter__(self) -> WeightSync:
         self.devices.to_weights()
         self.session.open()
+        if self.session.note:
+            self._tell(self.session.note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

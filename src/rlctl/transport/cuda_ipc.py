@@ -25,6 +25,18 @@ def device_name(device: torch.device) -> str:
     return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
 
 
+def why_not_shared(device: torch.device) -> str:
+    """Return the reason why this process's GPU memory cannot be shared, as on WSL2; empty: it can, or no GPU."""
+    if device.type != "cuda":
+        return ""
+    try:
+        with _segments_of_their_own(device):
+            _share(torch.empty(512, dtype=torch.uint8, device=device))
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
 def make_staging(channel: Channel, device: torch.device) -> Staging:
     link, rounds = channel.connection, cut_rounds(channel.layout, channel.connection.capacity)
     parties = len(link.senders) + len(link.receivers)

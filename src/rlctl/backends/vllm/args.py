@@ -360,6 +360,8 @@ def engine_env(
             # A refit packs matrices into new memory. In small pages two thirds of its CPU time are page faults.
             "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
         }
+    else:  # as nvidia-smi and Ray count GPUs; CUDA's own order is by speed
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if plain_parameters and device == "cpu":
         env[PLAIN_PARAMETERS] = "1"
     if threads is not None:
