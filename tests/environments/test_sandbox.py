@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rlctl.doctor.host import check_sandbox
-from rlctl.environments.builtin.python import Python
+from rlctl.environments.builtin.python import Python, alike
 from rlctl.environments.environment_plan import plan_environment
 from rlctl.environments.interface import Step
 from rlctl.environments.sandbox import LAYERS, Limits, layers, run
@@ -205,10 +205,68 @@ def test_a_program_runs_as_python_runs_it(rest: str, tmp_path: Path) -> None:
     assert [one.reward for one in steps({"inputs": ["4\n"], "outputs": ["8"]}, rest, seconds=20.0)] == [1.0]
 
 
-def test_a_block_may_name_the_version_of_python() -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"```python3\n{RIGHT}\n```\nDone.",
+        f"```python\n{RIGHT}\n```\nIt prints:\n```\n2\n```\n",
+        f"```text\ndouble(1)\n```\nSo:\n```\n{RIGHT}\n```\n",
+        f"```Python\n{HALF_RIGHT}\n```\nNo:\n```py\n{RIGHT}\n```\n```bash\npython program.py\n```",
+    ],
+)
+def test_the_program_is_the_last_block_of_python(text: str) -> None:
     environment = Python()
     environment.reset({"prompt": "Write it.", **TESTS}, 0)
-    assert environment.step({"role": "assistant", "content": f"```python3\n{RIGHT}\n```\nDone."}).reward == 1.0
+    assert environment.step({"role": "assistant", "content": text}).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("output", "wanted", "right"),
+    [
+        ("0.333333", "0.333333333333", True),
+        ("0.50\n", "0.5", True),
+        ("3.0", "3", True),
+        ("3.0000001", "3", False),
+        ("1000000", "1000001", False),
+        ("0.3334", "0.333333333333", False),
+        ("1e-7", "0.0000001", True),
+        ("YES 2.0000001\n3", "YES 2.0\n3", True),
+        ("1 2", "12", False),
+        ("1\n2", "1 2", False),
+        ("nan", "nan", True),
+        ("inf", "1e999", False),
+    ],
+)
+def test_numbers_of_an_output_count_by_value(output: str, wanted: str, right: bool) -> None:
+    """Codeforces and NeMo Gym accept an absolute or relative error of 1e-6; whole numbers are exact."""
+    assert alike(output, wanted) == right
+
+
+def test_rows_may_have_numbers_and_lists_of_lines() -> None:
+    row = {"inputs": [["1", "2"], "3\n4"], "outputs": [3, ["7"]]}
+    assert [one.reward for one in steps(row, "print(int(input()) + int(input()))", seconds=20.0)] == [1.0]
+    with pytest.raises(InputError, match="None among its tests, inputs or outputs"):
+        steps({"inputs": ["1"], "outputs": [None]}, "")
+
+
+def test_long_numbers_are_printed() -> None:
+    row = {"inputs": ["5000"], "outputs": ["1" + "0" * 5000]}
+    assert [one.reward for one in steps(row, "print(10 ** int(input()))", seconds=20.0)] == [1.0]
+
+
+def test_a_program_that_waits_for_a_processor_gets_its_seconds() -> None:
+    program = "import os, time\nwhile time.process_time() < 1.5: pass\nprint('done')"
+    core = min(os.sched_getaffinity(0))
+    pinned = f"import os\nos.sched_setaffinity(0, {{{core}}})\n"
+    busy = [subprocess.Popen([sys.executable, "-c", f"{pinned}while True: pass"]) for _ in range(3)]
+    try:
+        outcome = run(pinned + program, limits=Limits(seconds=3.0, memory_mib=256))
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
+    assert (outcome.code, outcome.output) == (0, "done\n")
+    assert run("import time\ntime.sleep(60)", limits=Limits(seconds=1.0)).code is None
 
 
 def test_outputs_are_compared_for_each_input() -> None:

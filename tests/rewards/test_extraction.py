@@ -54,7 +54,7 @@ def test_last_number(completion: str, number: str | None) -> None:
     [
         (r"so \boxed{7}", "7"),
         (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (r"\boxed{1} then \boxed{2", "1"),
+        (r"\boxed{1} then \boxed{2", None),
         (r"\boxed{}", ""),
         ("boxed 7", None),
         (r"\boxed{a \boxed{b} c} }", "b"),

@@ -221,6 +221,13 @@ def test_math_verify_compares_expressions_not_texts(answer: object, completion: 
         ("1/3", "0.333333", 1),
         ("1/81", "0.012346", 1),
         ("2.5", "2.5000001", 1),
+        (r"\frac{1}{2004!}", r"\frac{1}{2006!}", 0),
+        (r"\frac{1}{2004!}", r"\frac{1}{2004!}", 1),
+        (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}", 0),
+        (r"\frac{2}{2^{100}}", r"\frac{1}{2^{99}}", 1),
+        (r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}", r"\frac{1}{3 \cdot 2^{2006}}", 0),
+        (r"10\%", "0.1", 1),
+        (r"0.05\%", "0.0005", 1),
     ],
 )
 def test_numbers_have_their_values_in_arithmetic(reference: str, answer: str, score: float) -> None:
@@ -228,6 +235,21 @@ def test_numbers_have_their_values_in_arithmetic(reference: str, answer: str, sc
     for form in (r"\boxed{%s}", "<answer>%s</answer>"):
         assert MathVerify(None)(form % answer, row(reference)) == score
     assert TAG_SCORERS["math_expr"]()(f"<answer>{answer}</answer>", row(reference)) == score
+
+
+@pytest.mark.parametrize(
+    "form", ["**%s**", "__%s__", "`%s`", "*Answer:* ***%s***", "Answer: _%s_.", "2*3*4 + 49 = *%s*"]
+)
+def test_marks_of_markdown_around_an_answer_do_not_matter(form: str) -> None:
+    assert MathVerify(None)(form % "73", row("73")) == 1
+    assert MathVerify(None)(form % "72", row("73")) == 0
+
+
+@pytest.mark.parametrize("end", [r"So \boxed{8", r"\boxed{", r"\boxed{\frac{1}{2}", r"\fbox{8"])
+def test_a_last_box_that_is_cut_holds_no_answer(end: str) -> None:
+    """As `last_boxed_only_string` of the MATH data set."""
+    assert MathVerify(None)(rf"First \boxed{{7}}. {end}", row("7")) == 0
+    assert MathVerify("boxed")(rf"First \boxed{{7}}. {end}", row("7")) == 0
 
 
 def test_a_mixed_number_in_a_text_has_its_value() -> None:

@@ -46,6 +46,9 @@ _ROUND = rf"(?:\\left\s*)?\({_VALUE}(?:\\right\s*)?\)"
 _BRACKETED = rf"(?:{_ROUND}|(?:\\left\s*)?\[{_VALUE}(?:\\right\s*)?\])"
 # A number right before a number in brackets, or one in brackets before another number. `\log_2(8)` is no product.
 _FACTOR = re.compile(rf"(?<![\w.^\\])\d+(?:\.\d+)?(?= ?{_BRACKETED})|{_ROUND}(?=\s*(?:{_ROUND}|\d))")
+_EMPHASIS = re.compile(
+    r"(?<![\w*`\\])(?P<mark>\*{1,3}|_{1,2}|`+)(?=[^\s*_`])(?P<words>[^*_`\n]*)(?<!\s)(?P=mark)(?![\w*`])"
+)
 _BOX = r"\\(?:boxed|fbox)"
 _BRACE = re.compile(rf"{_BOX}\s*\{{|[{{}}]")
 # `\boxed 5`: TeX's box without braces, of a number, a command or one letter.
@@ -121,7 +124,8 @@ def extract(completion: str, how: Extraction, *, opened: bool = False) -> str | 
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Return contents of the last `\boxed{...}` or `\fbox{...}` whose braces close, or of a later `\boxed 5`."""
+    r"""Return contents of the last `\boxed{...}` or `\fbox{...}`, or of a later `\boxed 5`; None where its braces do
+    not close."""
     opened, last, found = list[int](), -1, None
     for bare in _BARE_BOX.finditer(text):
         last, found = bare.start(), bare[1].rstrip(".,;:")
@@ -130,7 +134,7 @@ def _last_boxed(text: str) -> str | None:
             opened.append(-1 if brace[0] == "{" else brace.end())
         elif opened and (begin := opened.pop()) > last:
             last, found = begin, text[begin : brace.start()].strip()
-    return found
+    return None if any(begin > last for begin in opened) else found
 
 
 def opens_box(text: str) -> bool:
@@ -176,6 +180,11 @@ def readable_math(text: str) -> str:
     """Return the text with a plain minus, without dollars that are money, and thousands as plain digits."""
     text = text.replace("\N{MINUS SIGN}", "-").replace("\N{NON-BREAKING HYPHEN}", "-").replace(r"\$", "")
     return _GROUPED.sub(lambda number: re.sub(_SEPARATOR, "", number[0]), text)
+
+
+def plain_text(text: str) -> str:
+    """Return the text without Markdown's marks of emphasis and code around words: `73` for `__73__`."""
+    return _EMPHASIS.sub(r"\g<words>", text)
 
 
 def explicit_math(text: str) -> str:

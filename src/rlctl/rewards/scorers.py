@@ -24,13 +24,14 @@ from rlctl.rewards.extraction import (
     extract,
     opens_box,
     plain_number,
+    plain_text,
     readable_math,
     unspaced,
     without_thoughts,
     written_as,
 )
 from rlctl.rewards.reward_model_scorer import ModelScorer
-from rlctl.rewards.tag_scorers import TAG_SCORERS, decimals, tolerate_old_antlr, without_alarms
+from rlctl.rewards.tag_scorers import TAG_SCORERS, decimals, differ_in_size, tolerate_old_antlr, without_alarms
 from rlctl.settings.rewards import MODEL, OnError, RewardTerm
 
 OF_FORM = ("tagged-integer", "tagged-format", "format")
@@ -124,7 +125,8 @@ class MathVerify:
         if marked and unspaced(readable_math(text)) == unspaced(readable_math(reference)):
             return 1.0
         ours, theirs = self._reference(reference), self._parsed(text, marked)
-        return float(self._verify(ours, theirs, float_rounding=decimals(*ours, *theirs)))
+        found = self._verify(ours, theirs, float_rounding=decimals(*ours, *theirs))
+        return float(found and not differ_in_size(ours, theirs))
 
     def _answer(self, completion: str) -> tuple[bool, str | None]:
         """Return whether the answer is marked as such, and its text; where it is not marked, where to look for it."""
@@ -140,7 +142,7 @@ class MathVerify:
 
     def _parsed(self, text: str, marked: bool) -> list[Any]:
         if not marked:
-            return _expressions(self._parse(explicit_math(readable_math(text))))
+            return _expressions(self._parse(explicit_math(plain_text(readable_math(text)))))
         text = extract(text, "boxed") or text  # a box inside of a tag
         if len(re.findall(r"\d+", readable_math(text))) > 1:  # where LaTeX cannot read it, none of them is the answer
             return self._by_latex(text)

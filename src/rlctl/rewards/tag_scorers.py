@@ -15,6 +15,7 @@ from rlctl.rewards.extraction import explicit_math
 
 LEAST_AREA = 1e-3
 """Least area of a union and of an enclosing box."""
+SMALL, TOLERANCE = 1e-3, 1e-4
 NO_NUMBER = (TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 """Errors of sympy's numbers that do not evaluate."""
 _REASONED = re.compile(r"</think>.*\\boxed\{.*\}", re.DOTALL)
@@ -111,7 +112,8 @@ def same_expression() -> Callable[[str, str], float]:
     def same(reference: str, answer: str) -> float:
         try:
             ours, theirs = parse(_boxed(reference), latex), parse(_boxed(answer), both)
-            return float(verify(ours, theirs, float_rounding=decimals(*ours, *theirs)))
+            found = verify(ours, theirs, float_rounding=decimals(*ours, *theirs))
+            return float(found and not differ_in_size(ours, theirs))
         except Exception:  # noqa: BLE001 - what no parser understands is no right answer
             return 0.0
 
@@ -144,9 +146,29 @@ def decimals(*expressions: Any) -> int:
     return max(6, 3 + max(places, default=0))
 
 
+def differ_in_size(ours: list[Any], theirs: list[Any]) -> bool:
+    """Return whether numbers that math-verify 0.9 equates differ by more than 0.01%, one of them below 0.001: it
+    compares the difference of two expressions with 0, so 1/2004! equals 1/2006!."""
+    from sympy import N, UnevaluatedExpr
+
+    pairs = [(one, other) for one in ours for other in theirs if _is_number(one) and _is_number(other)]
+    for one, other in pairs:
+        if one.has(UnevaluatedExpr) or other.has(UnevaluatedExpr):  # a percentage equals both of its readings
+            return False
+        with contextlib.suppress(*NO_NUMBER):
+            least, most = sorted((abs(N(one)), abs(N(other))))
+            if not 0 < least < SMALL or abs(N(one) - N(other)) <= TOLERANCE * most:
+                return False
+    return bool(pairs)
+
+
+def _is_number(expression: Any) -> bool:
+    return bool(getattr(expression, "is_number", False))
+
+
 def _sizes(expression: Any) -> Iterator[float]:
     """Yield the absolute values of the numbers in an expression that are not 0 and fit a float."""
-    if getattr(expression, "is_number", False):
+    if _is_number(expression):
         with contextlib.suppress(*NO_NUMBER):
             size = abs(complex(expression))
             if 0 < size < math.inf:

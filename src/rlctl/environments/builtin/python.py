@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from rlctl.environments import sandbox
 from rlctl.environments.interface import Message, Step
 from rlctl.errors import InputError
 
-BLOCK = re.compile(r"```(?:python3?|py3?)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
+LANGUAGES = ("python", "python3", "py", "py3")
+TOLERANCE = 1e-6
+"""Largest difference of an output with a decimal point, absolute or relative, as contests and NeMo Gym allow it."""
 ASK = "Write a Python program in one block that begins with ```python and ends with ```."
+NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 SHOWN = 1000
 """Characters of a failure shown to the model."""
 HARNESS = """
@@ -62,15 +68,19 @@ class Python:
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | str:
         self.made, self.rewarded = 0, 0.0
         found = [row.get(name) or [] for name in ("tests", "inputs", "outputs")]
-        self.tests, self.inputs, self.outputs = ([one] if isinstance(one, str) else list(one) for one in found)
+        self.tests, self.inputs, self.outputs = (
+            [_text(one) for one in ([given] if isinstance(given, str) else given)] for given in found
+        )
         if bool(self.tests) == bool(self.inputs) or len(self.inputs) != len(self.outputs):
             raise InputError("A row for `python` needs either `tests`, or as many `outputs` as `inputs`.")
         return [] if row["prompt"] else ASK
 
     def step(self, message: Message) -> Step:
         self.made += 1
-        blocks = BLOCK.findall(message["content"])
-        failures: list[str | None] = self.failures(blocks[-1]) if blocks else [f"The message has no program. {ASK}"]
+        program = last_program(message["content"])
+        failures: list[str | None] = [f"The message has no program. {ASK}"]
+        if program is not None:
+            failures = self.failures(program)
         share = failures.count(None) / len(failures)
         right = share == 1.0
         worth = float(right) if self.all_or_nothing else share
@@ -78,7 +88,7 @@ class Python:
         first = next(filter(None, failures), "")
         # The sum of an episode's rewards is what its last program is worth, whatever ends it.
         reward, self.rewarded = worth - self.rewarded, worth
-        metrics = {"programs": float(bool(blocks)), "right": float(right)}
+        metrics = {"programs": float(program is not None), "right": float(right)}
         return Step("" if done else f"{first[:SHOWN]}\n\nCorrect the program.", reward, done, metrics=metrics)
 
     def failures(self, program: str) -> list[str | None]:
@@ -101,11 +111,11 @@ class Python:
         return [f"{test}\n{why}" if why else None for test, why in zip(self.tests, failures, strict=True)]
 
     def failed_output(self, program: str, given: str, wanted: str) -> str | None:
-        """Run the program on one input; blanks at the ends of lines do not count."""
+        """Run the program on one input; blanks at the ends of lines do not count, and numbers count by value."""
         outcome = sandbox.run(program, given, self.limits)
         if why := self.ended(outcome):
             return f"Input:\n{given}\n{why}"
-        if _lines(outcome.output) == _lines(wanted):
+        if alike(outcome.output, wanted):
             return None
         return f"Input:\n{given}\nOutput:\n{outcome.output}\nExpected:\n{wanted}"
 
@@ -118,5 +128,38 @@ class Python:
         return f"The program failed: {last or f'exit code {outcome.code}'}" if outcome.code else None
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def last_program(text: str) -> str | None:
+    """Return the last block that says it is Python, else the last one that names no language; None: there is none."""
+    blocks = [(language.strip().lower(), program) for language, program in BLOCK.findall(text)]
+    for languages in (LANGUAGES, ("",)):
+        if found := [program for language, program in blocks if language in languages]:
+            return found[-1]
+    return None
+
+
+def alike(output: str, wanted: str) -> bool:
+    """Return whether an output is the wanted one: the same lines, or lines with equal words and numbers."""
+    ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, wanted))
+    return len(ours) == len(theirs) and all(map(_alike, ours, theirs))
+
+
+def _alike(line: str, wanted: str) -> bool:
+    ours, theirs = line.split(), wanted.split()
+    return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+
+
+def _equal(one: str, other: str) -> bool:
+    if one == other or not (NUMBER.fullmatch(one) and NUMBER.fullmatch(other)):
+        return one == other
+    if other.lstrip("+-").isdigit():
+        return Decimal(one) == Decimal(other)
+    return math.isclose(float(one), float(other), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def _text(value: Any) -> str:
+    """Return a test, an input or an output as text; lines may be a list."""
+    if isinstance(value, list | tuple):
+        return "\n".join(map(_text, value))
+    if not isinstance(value, str | int | float):
+        raise InputError(f"A row for `python` has {value!r:.80} among its tests, inputs or outputs, which is no text.")
+    return str(value)
