@@ -253,3 +253,18 @@ def test_a_tool_has_the_variables_of_the_shell_where_the_cluster_lacks_them(
         host.start()
         _, reply, _ = asyncio.run(asked(host, *episode(CALL.format("key", "{}"))))
     assert [one["content"] for one in reply.messages] == ["abc"]
+
+
+@pytest.mark.parametrize("first", ["('more', None, False, False, {})", "{'observation': 'more', 'reward': None}"])
+def test_a_step_may_have_no_reward(first: str, tmp_path: Path) -> None:
+    """As SkyRL-gym's environments with one reward for the trajectory."""
+    (tmp_path / "game.py").write_text(
+        "class Game:\n    said = False\n    def reset(self, row): return 'Go.'\n    def step(self, text):\n"
+        "        self.said, before = True, self.said\n"
+        f"        return ('', 1.0, True, False, {{}}) if before else {first}\n"
+    )
+    plan = plan_environment(EnvironmentConfig(name=f"{tmp_path / 'game.py'}:Game"))
+    with closing(EnvironmentHost(plan)) as host:
+        host.start()
+        _, middle, last, _ = asyncio.run(asked(host, *episode("a", "b")))
+    assert [(one.reward, one.done) for one in (middle, last)] == [(0.0, False), (1.0, True)]

@@ -217,7 +217,8 @@ class RunningEpisode:
     def _reply(self, step: Step) -> Reply:
         stop = self._stop if step.stop is None else _stops(step.stop)
         self._asked = step.ask and _checked(step.ask)
-        reward, numbers = _number(step.reward, "the reward"), _numbers(step.metrics)
+        reward = 0.0 if step.reward is None else _number(step.reward, "the reward")  # SkyRL-gym's steps without one
+        numbers = _numbers(step.metrics)
         return Reply(_messages(step.messages), reward, bool(step.done), stop, numbers, self._asked)
 
 

@@ -81,7 +81,7 @@ class Step:
     messages: Sequence[Message] | str = ()
     """Messages that the model reads before its next turn; a text is one message of the user's."""
     reward: float = 0.0
-    """Reward of the turn; the episode's is their sum."""
+    """Reward of the turn; the episode's is their sum. None counts as 0."""
     done: bool = False
     """Whether the episode is over."""
     stop: tuple[str, ...] | None = None

@@ -27,7 +27,7 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 LAYERS = ("limits", "user", "namespaces", "landlock", "seccomp")
 NAMESPACES = (
@@ -139,7 +139,7 @@ def run(program: str, stdin: str = "", limits: Limits = Limits(), behind: Sequen
         return Outcome(code, _text(output, limits), _text(errors, limits))
 
 
-def _ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+def _ended(process: subprocess.Popen[Any], seconds: float) -> int | None:
     """Return the exit code; None: it took too long. On a busy machine a program gets its seconds later."""
     idle = 0
     for limit_s in (seconds, *[LOOK_S] * int(MOST_WAITS * seconds / LOOK_S)):

@@ -175,5 +175,12 @@ def test_an_environment_of_verifiers_is_a_program_that_asks(tmp_path: Path) -> N
         last = await made.step(answer | {"stop_reason": "stop"})
         assert (last.done, last.metrics, await made.get_reward()) == (True, {"length": 4}, 0.5)
         await made.close()
+        code = VERIFIERS + "Made.requires_group_rollouts = True\n"  # a property of verifiers 0.2.1's environments
+        (tmp_path / "verifiers.py").write_text(code)
+        made = Verifiers("sums", sys.executable, {"word": "is"})
+        made.variables["PYTHONPATH"] = str(tmp_path)
+        with pytest.raises(RuntimeError, match="has reward functions of whole groups"):
+            await made.reset({}, 4)
+        await made.close()
 
     asyncio.run(play())

@@ -35,7 +35,7 @@ class SkyRLGym:
     def step(self, text: str) -> Step:
         found = self.env.step(text)
         numbers = {name: value for name, value in found["metadata"].items() if isinstance(value, int | float)}
-        return Step(list(found["observations"]), float(found["reward"]), bool(found["done"]), metrics=numbers)
+        return Step(list(found["observations"]), found["reward"], bool(found["done"]), metrics=numbers)
 
     def close(self) -> None:
         self.env.close()

@@ -20,6 +20,11 @@ TASKS = 10_000
 async def environment(verifiers, name, arguments):
     """Play a rollout of an environment as versions below 0.3 have them."""
     made = verifiers.load_environment(name, **arguments)
+    if getattr(made, "requires_group_rollouts", False):  # score_rollout of verifiers 0.2 would fail at the end
+        raise SystemExit(
+            f"the environment {name} has reward functions of whole groups, and a rollout is scored alone here; "
+            "write them as a function of `completions` for --reward"
+        )
     rows = made.get_dataset()
     client = verifiers.ClientConfig(api_key_var=KEY, api_base_url=ADDRESS)
     found = await made.run_rollout(rows[SEED % len(rows)], client, MODEL, {})
