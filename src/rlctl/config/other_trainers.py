@@ -9,3 +9,9 @@ from typing import Any
 NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
 KEYS: dict[str, str] = NAMES["keys"]
 """Other trainers' keys and rlctl's counterparts, for suggestions."""
+
+
+def counterpart(key: str) -> str | None:
+    """Return rlctl's key for another trainer's key or for the last part of one, in any section and with hyphens too."""
+    name = key.rpartition(".")[2].replace("-", "_")
+    return KEYS.get(key) or KEYS.get(name) or NAMES["flags_of_keys"].get(f"--{name.replace('_', '-')}")

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlctl.config import installed
 from rlctl.config.installed import Function, InstalledField, Open
-from rlctl.config.other_trainers import NAMES
+from rlctl.config.other_trainers import NAMES, counterpart
 from rlctl.config.section import PassThrough
 
 VLLM_PLUGINS = "vllm.general_plugins"
@@ -135,8 +135,11 @@ def checked(key: str, value: Any) -> tuple[Any, str | None]:
         return value, None
     target, name = found
     if name not in fields:
-        close = difflib.get_close_matches(name, fields, n=1, cutoff=0.6)
-        meant = f"; did you mean `{key.partition('.')[0]}.{close[0]}`?" if close else "."
+        close = [
+            f"{key.partition('.')[0]}.{field}" for field in difflib.get_close_matches(name, fields, n=1, cutoff=0.6)
+        ]
+        known = counterpart(key) or (close[0] if close else None)
+        meant = f"; did you mean `{known}`?" if known else "."
         return value, f"it is not a field of {target.words()}{meant}"
     kind = annotation(fields[name])
     if kind in (Function, Function | None):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic.fields import FieldInfo
 
 from rlctl.config.facts import Decided, Fact, Flag, Unloadable
-from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
+from rlctl.config.other_trainers import counterpart
 from rlctl.config.passthrough import annotation, installed_field, section_with
 from rlctl.config.section import PassThrough, Section
 
@@ -139,8 +139,10 @@ class Schema:
     def nearest(self, key: str) -> str | None:
         """Return the nearest known key: another trainer's counterpart, the same name elsewhere, or the most similar
         one."""
-        if key in OTHER_TRAINERS:
-            return OTHER_TRAINERS[key]
+        if (written := key.replace("-", "_")) in self.keys:
+            return written
+        if (known := counterpart(key)) is not None and self.field(known) is not None:
+            return known
         outer, _, last = key.rpartition(".")
         declared = self.field(outer) if "." in outer else None
         inner = section_of(declared.annotation) if declared else None

@@ -302,7 +302,7 @@ def prepare_job(
     resolved = _without_idle_time(resolved, prompts, rewards)
     resolved, length = _with_max_length(resolved, facts, method, prompts)
     resolved = _with_epochs(resolved, prompts)  # with fewer rows where some are left out
-    notes = prompts.notes()
+    notes = [*prompts.notes(), *_repeated_rows(resolved.config, prompts)]
     prompt_tokens, new = prompts.lengths(), method.new_tokens
     if validation:
         validation = validation.fitted(length - 1 if new else length, prompts.room)
@@ -598,6 +598,18 @@ def _with_epochs(resolved: Resolved, prompts: PromptStream) -> Resolved:
     steps = max(1, math.ceil(epochs * rows / resolved.config.batch.prompts))
     prompts.planned = resolved.config.batch.prompts * steps
     return resolved.replacing({"run.steps": steps}, "run.epochs")
+
+
+def _repeated_rows(config: RlctlConfig, prompts: PromptStream) -> list[str]:
+    """Return a note where a single step takes rows several times."""
+    rows, taken = sum(len(source.prompts) for source in prompts.sources), config.batch.prompts
+    if rows >= taken:
+        return []
+    least, most = taken // rows, -(-taken // rows)
+    times = f"{least} times" if least == most else f"{least} or {most} times"
+    return [
+        f"the data has {rows} row{'s' * (rows > 1)}, fewer than a step takes ({taken}): each step has a row {times}"
+    ]
 
 
 def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
