@@ -27,13 +27,10 @@ from rlctl.jobs.prepare import Job, Starts, content_changes, prepare_job, versio
 from rlctl.jobs.run_workers import RunWorkersSpec, device_of, early_hosts
 from rlctl.jobs.training_run import RunSummary, run_training
 from rlctl.methods.configuration import from_sources
-from rlctl.methods.rl.rl_config import AlgorithmConfig
-from rlctl.methods.rl.sections import CriticConfig
 from rlctl.planner.result import Plan
 from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run
 from rlctl.runs.interrupt import StopRequest
 from rlctl.settings.config import RlctlConfig
-from rlctl.settings.training import OptimizerConfig, SchedulerConfig
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.start_watch import StartWatch
@@ -241,25 +238,20 @@ ENDS_OF_SCHEDULES = frozenset(
 def _schedule_changes(stored: dict[str, Any], config: RlctlConfig, done: int) -> Iterator[str]:
     """Yield a note for each schedule that another number of steps stretches or shortens in the middle of the run."""
     before, now = stored["config"]["run.steps"]["value"], config.run.steps
-    schedules: dict[str, tuple[str, str, OptimizerConfig | CriticConfig, SchedulerConfig]] = {
-        "scheduler.": ("learning rate", "weight decay", config.optimizer, config.scheduler)
-    }
-    if isinstance(config, AlgorithmConfig) and config.has_critic:
-        critic = config.critic
-        schedules["critic.scheduler."] = ("critic's learning rate", "critic's weight decay", critic, critic.scheduler)
-    for prefix, (of_rate, of_decay, options, schedule) in schedules.items():
+    for model in config.schedules:
+        schedule = model.scheduler
         for what, key, value_of, most, follows in (
-            (of_rate, "decay_steps", learning_rate, options.lr, schedule.decay != "constant"),
-            (of_decay, "weight_decay_steps", weight_decay, options.weight_decay,
+            ("learning rate", "decay_steps", learning_rate, model.lr, schedule.decay != "constant"),
+            ("weight decay", "weight_decay_steps", weight_decay, model.weight_decay,
              schedule.start_weight_decay != schedule.end_weight_decay),
         ):  # fmt: skip
             if before == now or not follows or getattr(schedule, key) is not None:
                 continue
             last, following = (value_of(step, of, most, schedule) for step, of in ((done - 1, before), (done, now)))
             yield (
-                f"the {what} was {last:.3g} in step {done} and is {following:.3g} in step {done + 1}: its schedule "
-                f"ends with the run, which has {now} steps instead of {before}. --set {prefix}{key}={before} keeps the "
-                f"schedule that the run began with"
+                f"the {model.what}{what} was {last:.3g} in step {done} and is {following:.3g} in step {done + 1}: its "
+                f"schedule ends with the run, which has {now} steps instead of {before}. --set "
+                f"{model.prefix}scheduler.{key}={before} keeps the schedule that the run began with"
             )
 
 

@@ -6,6 +6,7 @@ A method derives its own class from one of them and adds its sections (`methods/
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import model_validator
@@ -38,19 +39,33 @@ from rlctl.settings.training import (
 )
 
 
-def check_schedule(prefix: str, lr_key: str, lr: float, schedule: SchedulerConfig) -> None:
-    """Raise ValueError for a schedule of learning rates whose ends are above `lr`, or whose phases overlap."""
-    used = {"init_lr": schedule.warmup_steps > 0, "min_lr": schedule.decay != "constant"}
-    for key in (key for key, has_effect in used.items() if has_effect and getattr(schedule, key) > lr):
-        raise ValueError(
-            f"{prefix}scheduler.{key} = {getattr(schedule, key):g} is above {lr_key} = {lr:g}, which is the highest "
-            "learning rate of a schedule: lower one or raise the other"
-        )
-    if used["min_lr"] and schedule.decay_steps is not None and schedule.decay_steps <= schedule.warmup_steps:
-        raise ValueError(
-            f"{prefix}scheduler.decay_steps = {schedule.decay_steps} is not above {prefix}scheduler.warmup_steps = "
-            f"{schedule.warmup_steps}: the decay begins after the warm-up and ends at step decay_steps"
-        )
+@dataclass(frozen=True)
+class Schedule:
+    """A model's learning rate and weight decay over the steps of a run."""
+
+    what: str
+    """The model in front of the names of its rates in messages; empty: the policy."""
+    prefix: str
+    """What its section `scheduler` is inside of, with a point."""
+    lr_key: str
+    lr: float
+    weight_decay: float
+    scheduler: SchedulerConfig
+
+    def check(self) -> None:
+        """Raise ValueError where the ends of the schedule are above `lr`, or its phases overlap."""
+        prefix, schedule = self.prefix, self.scheduler
+        used = {"init_lr": schedule.warmup_steps > 0, "min_lr": schedule.decay != "constant"}
+        for key in (key for key, has_effect in used.items() if has_effect and getattr(schedule, key) > self.lr):
+            raise ValueError(
+                f"{prefix}scheduler.{key} = {getattr(schedule, key):g} is above {self.lr_key} = {self.lr:g}, which is "
+                "the highest learning rate of a schedule: lower one or raise the other"
+            )
+        if used["min_lr"] and schedule.decay_steps is not None and schedule.decay_steps <= schedule.warmup_steps:
+            raise ValueError(
+                f"{prefix}scheduler.decay_steps = {schedule.decay_steps} is not above {prefix}scheduler.warmup_steps = "
+                f"{schedule.warmup_steps}: the decay begins after the warm-up and ends at step decay_steps"
+            )
 
 
 class RlctlConfig(Section):
@@ -71,6 +86,12 @@ class RlctlConfig(Section):
     cluster: Annotated[ClusterConfig, FREE] = ClusterConfig()
     checks: Annotated[ChecksConfig, FREE] = ChecksConfig()
     run: RunConfig = RunConfig()
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """The schedules of the models that are trained."""
+        optimizer = self.optimizer
+        return (Schedule("", "", "optimizer.lr", optimizer.lr, optimizer.weight_decay, self.scheduler),)
 
     @property
     def engine_settings(self) -> EngineConfig | None:
@@ -135,7 +156,8 @@ class RlctlConfig(Section):
 
     @model_validator(mode="after")
     def validate_schedule_of_the_learning_rate(self) -> RlctlConfig:
-        check_schedule("", "optimizer.lr", self.optimizer.lr, self.scheduler)
+        for schedule in self.schedules:
+            schedule.check()
         return self
 
 

@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from rlctl.config.section import changed
 from rlctl.methods.rl.sections import AdvantageConfig, CriticConfig, LossConfig, PolicyLoss
-from rlctl.settings.config import RolloutConfig, check_schedule
+from rlctl.settings.config import RolloutConfig, Schedule
 
 
 class AlgorithmConfig(RolloutConfig):
@@ -20,6 +20,12 @@ class AlgorithmConfig(RolloutConfig):
     def has_critic(self) -> bool:
         """Whether a value model is trained next to the policy."""
         return self.advantage.baseline == "critic"
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        critic = self.critic
+        of_critic = Schedule("critic's ", "critic.", "critic.lr", critic.lr, critic.weight_decay, critic.scheduler)
+        return (*super().schedules, of_critic) if self.has_critic else super().schedules
 
     @property
     def penalty_in_reward(self) -> bool:
@@ -40,11 +46,6 @@ class AlgorithmConfig(RolloutConfig):
     def compares_rewards(self) -> bool:
         """Whether nothing is learned from a prompt whose rollouts all have the same reward."""
         return self.advantage.compares and self.learns_from_rewards
-
-    @model_validator(mode="after")
-    def validate_schedule_of_the_critic(self) -> AlgorithmConfig:
-        check_schedule("critic.", "critic.lr", self.critic.lr, self.critic.scheduler)
-        return self
 
     @model_validator(mode="after")
     def validate_turns_that_are_judged(self) -> AlgorithmConfig:
