@@ -148,9 +148,10 @@ def _with_older_rope(values: dict[str, Any]) -> dict[str, Any]:
     }
     both = values | {key: value for key, value in older.items() if value is not None}
 
-    def read(given: dict[str, Any]) -> Any:
+    def read(given: dict[str, Any]) -> list[dict[str, Any]]:
         found = CONFIG_MAPPING[str(given["model_type"])].from_dict(copy.deepcopy(given)).rope_parameters
-        return {key: value for key, value in found.items() if key != "type"}
+        kinds = [found.get(layer) or {} for layer in by_layer] or [found]
+        return [{key: value for key, value in kind.items() if key != "type"} for kind in kinds]
 
     return both if read(both) == read(values) else values
 
