@@ -40,6 +40,31 @@ def test_a_file_of_defaults_runs(trainer: str, tmp_path: Path) -> None:
     assert [(entry.key, entry.note) for entry in result.entries if entry.status == "not yet"] == []
 
 
+def test_the_batch_of_one_process_is_told(tmp_path: Path) -> None:
+    """TRL's default of 8 rows for each process, in groups of 8: one prompt."""
+    path = tmp_path / "three.yaml"
+    path.write_text("model_name_or_path: a/b\ndataset_name: c/d\nnum_generations: 8\n")
+    result = import_recipe(path)
+    assert result.values["batch.prompts"] == 1
+    (line,) = [note for note in result.notes if note.startswith("batch.prompts is 1")]
+    assert "no per_device_train_batch_size, which is 8 by default" in line
+    assert "TRL on N GPUs has N times as many" in line
+    path.write_text("model_name_or_path: a/b\ndataset_name: c/d\nper_device_train_batch_size: 4\n")
+    assert any("batch.prompts is 4" in note for note in import_recipe(path, method="sft").notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("train.py", "a Python script"), ("train.ipynb", "a notebook"), ("train.sh", "a shell script that starts no")],
+)
+def test_code_is_not_read_as_configuration(name: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("from trl import GRPOTrainer\n\ntrainer = GRPOTrainer(model='a/b', args=None): 1\n")
+    with pytest.raises(ConfigError, match=rf"{name} is {kind}.*which is not read") as caught:
+        resolve(files=[tmp_path / name], environment={})
+    assert "recipe of verl, NeMo-RL, TRL" in str(caught.value.hint)
+    assert "--reward FILE.py:FUNCTION" in str(caught.value.hint)
+
+
 def test_keys_become_those_that_mean_the_same(tmp_path: Path) -> None:
     path = tmp_path / "grpo.yaml"
     path.write_text("""

@@ -102,6 +102,27 @@ def test_a_script_is_read_as_bash_reads_it_and_starts_nothing(
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "backend"),
+    [
+        ([], "dtensor"),
+        (["actor_rollout_ref.actor.strategy=fsdp2"], "dtensor"),
+        (["actor_rollout_ref.actor.strategy=megatron"], "megatron"),
+        (["--config-name=ppo_megatron_trainer"], "megatron"),
+    ],
+)
+def test_a_script_keeps_its_training_engine(given: list[str], backend: str, tmp_path: Path) -> None:
+    """verl 0.9.1's ppo_trainer.yaml takes FSDP (`strategy: fsdp` of config/actor/dp_actor.yaml), and
+    ppo_megatron_trainer.yaml Megatron."""
+    path = tmp_path / "run.sh"
+    keys = "algorithm.adv_estimator=grpo data.train_files=a.parquet data.val_files=['b.parquet','c.parquet']"
+    path.write_text(f"python3 -m verl.trainer.main_ppo {' '.join(given)} {keys} actor_rollout_ref.model.path=a/b\n")
+    found = resolved(path)
+    assert found.config.training.backend == backend
+    assert found.config.validation.data.name == "b.parquet"
+    assert any("b.parquet is used and c.parquet is not" in note for note in found.notes)
+
+
 def test_keys_of_a_script_become_those_that_mean_the_same(script: Path) -> None:
     """By verl's documentation a batch counts prompts, mini-batches divide it, and low_var_kl is k3 within 10."""
     config: Any = resolved(script).config

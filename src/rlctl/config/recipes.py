@@ -20,6 +20,8 @@ PRESET_KEYS = {"extends", "description"}
 """Keys of a preset file that are no configuration; a --config file may have them too."""
 YAML = (".yaml", ".yml")
 
+SCRIPTS = {".py": "Python script", ".ipynb": "notebook", ".sh": "shell script that starts no known trainer"}
+"""Files that hold code where configuration is expected."""
 LONGEST_VALUE = 60
 """Characters of a value in a line of the report."""
 
@@ -164,6 +166,13 @@ def read_file(path: Path, what: str, registry: Registry) -> tuple[dict[str, Any]
     if path.suffix in YAML and is_own(values, registry.schema):
         return values, None
     found = next((one for one in registry.importers() if one.recognizes(path, values)), None)
+    if found is None and path.suffix in SCRIPTS and path.is_file():
+        readers = ", ".join(one.trainer for one in registry.importers())
+        raise ConfigError(
+            f"{what} {path} is a {SCRIPTS[path.suffix]}, which is not read.",
+            f"Give a YAML file, with rlctl's keys or those of a recipe of {readers}. "
+            "--reward FILE.py:FUNCTION takes reward functions from a script, and --model and --data name the rest.",
+        )
     return (values, found) if found or path.suffix in YAML else (read_mapping(path, what), None)
 
 

@@ -12,6 +12,8 @@ from rlctl.errors import ConfigError, suggest
 from rlctl.recipes.rules import Found, apply_rule
 from rlctl.recipes.trl.mapping import DEFAULTS, METHODS, TABLES, trainer_of
 
+BATCH = "per_device_train_batch_size"
+
 
 def import_recipe(path: Path | None, overrides: Sequence[str] = (), method: str | None = None) -> Import:
     """Read and map a file with overrides, or overrides alone. `method`: the command's method. Raises ConfigError for
@@ -44,6 +46,13 @@ def import_recipe(path: Path | None, overrides: Sequence[str] = (), method: str 
     for name, value in variables.items():
         result.set(f"training.env.{name}", str(value), f"env.{name}")
         result.entries.append(Entry(f"env.{name}", value, "mapped", f"training.env.{name}"))
+    if path is not None and result.source.get("batch.prompts") == BATCH:
+        rows, prompts = known[BATCH] or 8, result.values["batch.prompts"]
+        told = f"the file has no {BATCH}, which is {rows} by default" if BATCH in unwritten else f"{BATCH} is {rows}"
+        result.notes.append(
+            f"batch.prompts is {prompts}, the batch of one process of TRL's ({told}): TRL on N GPUs has N times as "
+            "many; give --prompts"
+        )
     result.entries = [entry for entry in result.entries if entry.key not in unwritten]
     if trainer == "grpo" and path is not None and "reward.terms" not in result.values:
         result.notes.append(

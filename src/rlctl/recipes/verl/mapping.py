@@ -98,7 +98,10 @@ def validation_files(found: Found) -> None:
         found.map("validation.data.name", files[0])
     else:
         found.set("validation.data.name", files[0])
-        found.say("logging", f"validation has one source: {files[0]}")
+        others = ", ".join(files[1:])
+        found.say(
+            "changed", f"validation has one source: {files[0]} is used and {others} is not; join them in one file"
+        )
 
 
 def prompts_of_batch(found: Found) -> None:
@@ -890,6 +893,9 @@ def left_out(leaves: Mapping[str, Any]) -> dict[str, Any]:
     values = DEFAULTS | (OF_CRITIC if leaves.get("algorithm.adv_estimator", "gae") == "gae" else {})
     if "algorithm.adv_estimator" not in leaves:
         values["algorithm.adv_estimator"] = "gae"
+    engines = ("model_engine", f"{ACTOR}.model_engine", f"{ACTOR}.fsdp_config.strategy")
+    if not any(key in engines or key.startswith(f"{MEGATRON}.") for key in leaves):
+        values[f"{ACTOR}.strategy"] = "fsdp"
     if leaves.get(f"{ACTOR}.use_kl_loss") and f"{ACTOR}.kl_loss_type" not in leaves:
         values[f"{ACTOR}.kl_loss_type"] = "low_var_kl"
     return {key: value for key, value in values.items() if key not in leaves}

@@ -185,6 +185,8 @@ RULES: dict[str, Rule] = (
 def left_out(leaves: Mapping[str, Any], module: str) -> dict[str, Any]:
     """Return the values that verl has for keys that are not given, where rlctl's defaults are others."""
     values = DEFAULTS | (OF_FSDP_SFT_TRAINER if module == "fsdp_sft_trainer" else {})
+    if not any(key == "model_engine" or key.startswith("engine.") for key in leaves):
+        values["model_engine"] = "fsdp"
     if "data.messages_key" in leaves or leaves.get("data.multiturn.enable"):
         values = {key: value for key, value in values.items() if key not in ("data.prompt_key", "data.response_key")}
     return {key: value for key, value in values.items() if key not in leaves}
