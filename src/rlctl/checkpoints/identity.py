@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from rlctl.checkpoints.hf.hf_files import COMPANIONS, NAMED_TEMPLATES
+from rlctl.checkpoints.hf.hf_files import COMPANIONS, NAMED_TEMPLATES, TOKENIZER
 
 # Read whole. Weights are read in part: enough to tell two models apart, and quick for hundreds of gigabytes.
 SMALL_FILES = (
@@ -48,7 +48,9 @@ def model_fingerprint(directory: Path, weights: Path | None = None) -> str:
     """Return a hexadecimal digest of the model: each weight file's name, size and 16 samples of 64 KiB. `weights`:
     another directory for these."""
     digest = hashlib.sha256()
-    _add_small_files(digest, directory)
+    # tokenizer.json decides where there is one; else vocabulary and merges do
+    others = () if (directory / "tokenizer.json").is_file() else TOKENIZER
+    _add_small_files(digest, directory, (*SMALL_FILES, *others))
     weights = weights or directory
     for path in sorted([*weights.glob("*.safetensors"), *weights.glob("*.distcp")]):
         size = path.stat().st_size

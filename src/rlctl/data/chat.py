@@ -225,11 +225,21 @@ class PromptEncoder:
         self.require_known(tokens, where)
         return tokens
 
-    def encode_text(self, text: str, where: str, *, begins: bool = True) -> list[int]:
-        """Return token ids of a text that `render` has made, or of a part of one; `begins`: its beginning."""
+    def encode_text(self, text: str, where: str, *, begins: bool = True, continues: bool = False) -> list[int]:
+        """Return token ids of a text that `render` has made, or of a part of one; `begins`: its beginning;
+        `continues`: without the blank that SentencePiece's tokenizers put before a text."""
         tokens = self.control.encode(self.tokenizer, text, where)
+        if continues and self._line_before_digit and tokens and tokens[0] not in self.special:
+            joined, line = self.control.encode(self.tokenizer, f"\n{text}", where), self._line_before_digit
+            return joined[len(line) :] if tuple(joined[: len(line)]) == line else tokens
         # A template writes the special tokens itself; the plain format leaves them to the tokenizer.
         return begun(self.tokenizer, tokens) if begins and self.template is None else tokens
+
+    @cached_property
+    def _line_before_digit(self) -> tuple[int, ...]:
+        """The tokens of a line end at the start of a text; none if a text has the same tokens behind it as alone."""
+        line, alone, behind = (self.tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "7", "\n7"))
+        return () if behind[len(line) :] == alone else tuple(line)
 
     def telling(self, row: PromptRow) -> PromptEncoder:
         """Return an encoder that shows a row's tools, unless the prompt template does. Raises InputError if the chat

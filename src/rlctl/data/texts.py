@@ -534,9 +534,12 @@ def _cut(encoder: PromptEncoder, text: str, cuts: Sequence[int], where: str) -> 
     if all(tokens[: len(head)] == head for head in heads):
         return tokens, [len(head) for head in heads]
     edges = sorted({0, *cuts, len(text)})
-    parts = [encode(text[first:last], begins=first == 0) for first, last in pairwise(edges)]
-    joined = [token for part in parts for token in part]
-    if encoder.tokenizer.decode(joined) != encoder.tokenizer.decode(tokens):
+    for continues in (True, False):  # behind a special token, some tokenizers put a blank, too
+        parts = [encode(text[a:b], begins=a == 0, continues=continues and a > 0) for a, b in pairwise(edges)]
+        joined = [token for part in parts for token in part]
+        if encoder.tokenizer.decode(joined) == encoder.tokenizer.decode(tokens):
+            break
+    else:
         raise InputError(
             f"{where}: a token crosses the start of an answer, and the tokenizer splits the two parts differently.",
             "Give another template with --chat-template, or leave the row out.",

@@ -123,7 +123,7 @@ class TurnEncoder:
             self.require_roles(messages, ("user", self.tool_role))
             hidden = self.encoder.hidden(messages)
             text = self._raw(hidden) if self.raw else self._delta(HISTORIES[0], hidden)
-            ids = tuple(self.encoder.encode_text(text, "a message of the environment", begins=False))
+            ids = tuple(self.encoder.encode_text(text, "a message of the environment", begins=False, continues=True))
             self.encoder.require_known(ids, "a message of the environment")
             if len(self._cache) > 4096:
                 self._cache.clear()

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, MistralConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from rlctl.checkpoints.hf.tokenizer_files import PROBE, by_its_file, take_files_as_they_are
+from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.data.chat import load_tokenizer
 from rlctl.errors import InputError
 from rlctl.settings.data import ModelConfig
@@ -85,3 +86,32 @@ def test_mistral_s_own_form_does_not_displace_tokenizer_json(tmp_path: Path) -> 
     assert tokenizer.added_tokens_decoder
     with pytest.raises(InputError, match=r"has tekken\.json without tokenizer\.json: .* no chat template"):
         load_tokenizer(alone, ModelConfig())
+
+
+def test_limits_in_a_tokenizer_s_file_cut_and_pad_no_text(tmp_path: Path) -> None:
+    directory = directory_of(tmp_path, "PreTrainedTokenizerFast")
+    limited = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    limited.enable_truncation(8)
+    limited.enable_padding(length=64, pad_token="!", pad_id=0)
+    limited.save(str(directory / "tokenizer.json"))
+    tokenizer = load_tokenizer(directory, ModelConfig())
+    assert tokenizer.decode(tokenizer.encode(PROBE, add_special_tokens=False)) == PROBE
+
+
+def test_the_clean_up_flag_changes_no_text(tmp_path: Path) -> None:
+    path = directory_of(tmp_path, "PreTrainedTokenizerFast") / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"clean_up_tokenization_spaces": True}))
+    tokenizer, text = load_tokenizer(tmp_path, ModelConfig()), "yes , no ? I 'm fine ."
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_a_model_s_identity_covers_merges_where_no_tokenizer_json_decides(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def identity(merges: str) -> str:
+        (tmp_path / "merges.txt").write_text(merges)
+        return model_fingerprint(tmp_path)
+
+    assert identity("a b") != identity("b a")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert identity("a b") == identity("b a")

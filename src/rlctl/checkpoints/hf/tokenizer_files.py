@@ -42,7 +42,10 @@ def by_its_file(tokenizer: PreTrainedTokenizerBase, directory: Path | str) -> Pr
         return tokenizer
     from tokenizers import Tokenizer
 
-    if _shown(backend) == _shown(Tokenizer.from_file(str(file))):
+    for one in (backend, truth := Tokenizer.from_file(str(file))):  # each call of transformers sets both anew
+        one.no_truncation()
+        one.no_padding()
+    if _shown(backend) == _shown(truth):
         return tokenizer
     plain = PreTrainedTokenizerFast.from_pretrained(directory, _from_auto=True)
     log.warning(
