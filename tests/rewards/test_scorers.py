@@ -89,6 +89,24 @@ def test_a_task_without_reference_answers_scores_by_its_own_rules() -> None:
     assert task_scorer(source)("{}", source[0]) < 1
 
 
+@pytest.mark.parametrize("task", ["boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"])
+def test_a_task_without_answers_gives_nothing_for_none(task: str) -> None:
+    """reasoning-gym 0.1.25: the answers are None, and some of the scorers pay for an empty text."""
+    source = gym(task)
+    assert [source[index].answer for index in range(3)] == [None] * 3
+    scorer = task_scorer(source)
+    assert [scorer(text, source[0]) for text in ("", "<think>\nI do not know", "  \n")] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "score"),
+    [("0.5", r"50\%", 1), (r"50\%", "0.5", 1), ("50", r"50\%", 1), (r"50\%", "50", 1), (r"50\%", "5", 0)],
+)
+def test_a_percentage_is_read_with_the_antlr_of_omegaconf(reference: str, answer: str, score: float) -> None:
+    """The values of math-verify 0.9.0 with antlr 4.13.2; with antlr 4.9.3 it raises for each percentage."""
+    assert MathVerify(None)(rf"\boxed{{{answer}}}", row(reference)) == score
+
+
 @pytest.mark.parametrize(
     ("answer", "completion", "score"),
     [
