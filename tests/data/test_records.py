@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -171,6 +172,42 @@ def test_objects_lose_nulls_of_other_rows_keys_but_no_null_of_json(tmp_path: Pat
     pairs = pyarrow.array([[("x", 1), ("y", 2)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["q"], "scores": pairs}), tmp_path / "m.parquet")
     assert open_file(tmp_path / "m.parquet")[0].fields == {"scores": {"x": 1, "y": 2}}
+
+
+def test_texts_without_the_type_of_text_and_narrow_numbers_are_as_in_json(tmp_path: Path) -> None:
+    image = b"\x89PNG\r\n"
+    columns = {
+        "prompt": pyarrow.array([b"What?"], pyarrow.binary()),
+        "answer": pyarrow.array(["é 5".encode()], pyarrow.large_binary()),
+        "choices": pyarrow.array([[b"a", None]], pyarrow.list_(pyarrow.binary())),
+        "packed": pyarrow.array([image], pyarrow.binary()),
+        "score": pyarrow.array([0.1], pyarrow.float32()),
+        "half": pyarrow.array([np.float16(2.55)], pyarrow.float16()),
+        "held": pyarrow.array([{"box": [1.1, float("inf")], "none": None}]).cast(
+            pyarrow.struct({"box": pyarrow.list_(pyarrow.float32()), "none": pyarrow.float32()})
+        ),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "d.parquet")
+    (row,) = open_file(tmp_path / "d.parquet")
+    assert (row.prompt, row.answer, row.fields["choices"], row.fields["packed"]) == ("What?", "é 5", ["a", None], image)
+    assert (row.fields["score"], row.fields["half"]) == (0.1, 2.55)
+    assert row.fields["held"] == {"box": [1.1, float("inf")], "none": None}
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["q"], "answer": columns["score"]}), tmp_path / "n.parquet")
+    assert ExactMatch("full")("0.1", open_file(tmp_path / "n.parquet")[0]) == 1
+
+
+def test_other_ends_of_lines_stay_in_texts(tmp_path: Path) -> None:
+    """`str.splitlines` ends lines at these characters; JSON lines and CSV do not."""
+    text = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg"
+    for name in ("d.jsonl", "d.json", "d.csv"):
+        record = {"prompt": text, "answer": text}
+        if name == "d.csv":
+            write_csv(tmp_path / name, [record])
+        else:
+            (tmp_path / name).write_text(json.dumps(record, ensure_ascii=False) + "\n")
+        (row,) = open_file(tmp_path / name)
+        assert (row.prompt, row.answer) == (text, text)
+        assert ExactMatch("last-line")(f"So it is\n{text}", row) == 1
 
 
 def test_a_long_cell_and_one_object_in_json(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlctl.errors import InputError, MachineError, first_line, suggest, suggest_file
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".
 ONE_OBJECT = "Each line must be one JSON object; jq -c '.' writes objects so, and jq -c '.[]' the objects of a list."
 FOLDERS_OF_TABLES = ("csv", "json", "parquet", "pandas")
 """Kinds of folders, in the words of `datasets`, whose files rlctl reads."""
+OF_IMAGES = ("image", "images", "bytes")
+"""Fields whose bytes are no texts."""
 METADATA = "metadata"
 """Name of the file with the rows of a folder of images."""
 LARGEST_CELL = 2**31 - 1
@@ -220,33 +224,47 @@ def _parquet(path: Path, choose: Choose) -> Records:
 
 
 def arrow_records(table: pyarrow.Table | pyarrow.RecordBatch, choose: Choose = no_columns) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table as the same rows in JSON would be: columns, list items and fields of Arrow's JSON type
-    hold values, not JSON texts (`datasets` 5 writes objects with unlike keys so). Chosen columns lose nulls."""
+    """Yield the rows of a table as the same rows in JSON would be, at any depth: Arrow's JSON type holds values, not
+    JSON texts (`datasets` 5 writes objects with unlike keys so), bytes in UTF-8 are texts (Spark, Impala and others
+    write texts without saying so), and a float32 is the shortest number that it stands for. Chosen columns lose
+    nulls."""
     chosen = choose(table.schema.names)
-    readers = {field.name: _reader(field.type, field.name in chosen) for field in table.schema}
+    readers = {field.name: _reader(field.type, field.name, field.name in chosen) for field in table.schema}
     changed = {name: read for name, read in readers.items() if read is not None}
     for record in table.to_pylist():
         yield record | {name: read(record[name]) for name, read in changed.items() if record[name] is not None}
 
 
-def _reader(kind: Any, drops: bool) -> Callable[[Any], Any] | None:
-    """Return the function of a type's values that are not null; None: they stay as they are."""
+def _reader(kind: Any, name: str, drops: bool) -> Callable[[Any], Any] | None:
+    """Return the function of a type's values that are not null; None: they stay as they are. `name`: the field's."""
     import pyarrow.types as types
 
     if getattr(kind, "extension_name", "") == "arrow.json":
         return json.loads
+    if (types.is_binary(kind) or types.is_large_binary(kind)) and name not in OF_IMAGES:
+        return _text_of_bytes
+    if types.is_float32(kind) or types.is_float16(kind):
+        narrow = np.float32 if types.is_float32(kind) else np.float16
+        return lambda value: float(str(narrow(value)))
     if types.is_map(kind):
-        item = _reader(kind.item_type, drops)
+        item = _reader(kind.item_type, name, drops)
         return lambda pairs: {key: one if item is None or one is None else item(one) for key, one in pairs}
     if types.is_struct(kind):
-        fields = {field.name: _reader(field.type, drops) for field in kind}
+        fields = {field.name: _reader(field.type, field.name, drops) for field in kind}
         if not drops and not any(fields.values()):
             return None
         return lambda held: _object(held, fields, drops)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        item = _reader(kind.value_type, drops)
+        item = _reader(kind.value_type, name, drops)
         return None if item is None else lambda held: [None if one is None else item(one) for one in held]
     return None
+
+
+def _text_of_bytes(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
 
 
 def _object(held: dict[str, Any], fields: dict[str, Callable[[Any], Any] | None], drops: bool) -> dict[str, Any]:

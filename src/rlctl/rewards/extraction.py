@@ -109,8 +109,8 @@ def extract(completion: str, how: Extraction, *, opened: bool = False) -> str | 
             found = _NUMBER.findall(readable_math(completion))
             return re.sub(r"^(-?)\.", r"\g<1>0.", found[-1].replace(",", "").lstrip("+")) if found else None
         case "last-line":
-            lines = completion.strip().splitlines()
-            return lines[-1].strip() if lines else None
+            last = re.split(r"[\r\n]", completion.strip())[-1].strip()  # an answer may hold U+2028 and others
+            return last or None
         case "boxed":
             return _last_boxed(completion)
         case "answer-tag":

@@ -18,8 +18,10 @@ from rlctl.settings.rewards import EnvironmentConfig
 def test_the_model_searches_a_collection_and_answers(tmp_path: Path) -> None:
     pytest.importorskip("bm25s", reason="needs the search extra")
     corpus = tmp_path / "passages.jsonl"
-    facts = [{"title": "Oslo", "text": "The capital of Norway."}, {"text": "Lyon lies in France."}]
-    corpus.write_text("\n".join(json.dumps(fact) for fact in facts) + "\nQuito is the capital of Ecuador.\n")
+    facts = [{"title": "Oslo", "text": "The capital of Norway."}, {"text": "Lyon\u2028lies in France."}]
+    corpus.write_text(
+        "\n".join(json.dumps(fact, ensure_ascii=False) for fact in facts) + "\nQuito is the capital of Ecuador.\n"
+    )
     loaded = plan_environment(EnvironmentConfig(name="search", params={"corpus": str(corpus)})).load()
     assert loaded.note == "3 passages can be searched"
     assert loaded.schemas()["search"]["function"]["parameters"]["required"] == ["query"]

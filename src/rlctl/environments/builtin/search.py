@@ -81,7 +81,8 @@ def same(said: str, answer: str) -> bool:
 def read_passages(path: Path) -> list[str]:
     """Return the passages of a file. Raises InputError for one that cannot be read."""
     try:
-        lines = [(n, line) for n, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
+        text = path.read_text(encoding="utf-8")
+        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]  # others are in passages
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"environment.params.corpus: {path} cannot be read: {error}.") from error
     if not lines:
