@@ -2,7 +2,7 @@
 
     python benchmarks/demo_gain.py [--steps 20 --max-new-tokens 64 --held-out 60 --directory DIR]
 
-The demo cuts completions at 16 tokens, so that a model that only learns to be brief gains too. Here the laptop preset
+The demo has a token limit, so that a model that only learns to be brief gains too. Here the laptop preset
 trains with a higher cap on some of the 200 sums and differences of two digits; the others are held out. Before and
 after, the model completes the held-out prompts with the most likely tokens. Prints one JSON object: of the held-out
 prompts the share that is right, the share that is cut off, the share that is right among those that were finished, and

@@ -258,7 +258,7 @@ def test_presets_extend_each_other_and_not_in_a_circle(tmp_path: Path) -> None:
 def test_other_data_does_not_inherit_the_presets_parameters() -> None:
     other = resolve("laptop", flags={"data.name": GivenFlag("--data", "reasoning-gym:countdown")}, environment={})
     assert other.config.data.params == {}
-    assert other.config.data.system_prompt == ""
+    assert other.config.data.system_prompt == "Answer briefly."  # for any data
     same = resolve("laptop", flags={"data.name": GivenFlag("--data", "reasoning-gym:chain_sum")}, environment={})
     assert same.config.data.params["max_terms"] == 2
     assert (same.config.reward.terms, other.config.reward.terms) == ((RewardTerm(name="task"),), ())

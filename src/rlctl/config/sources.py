@@ -55,7 +55,7 @@ TASK_KEYS = (
 )  # fmt: skip
 """Preset keys of a prompt and reward task, which an environment replaces."""
 
-VALIDATES = ("validation.every", "validation.at_start", "validation.at_end")
+VALIDATES = ("validation.every", "validation.at_start", "validation.at_end", "validation.answers")
 ROWS_OF_VALIDATION = ("validation.holdout", "validation.data.name")
 """Keys that make a run validate, and those that name rows for it; tasks make other rows by themselves."""
 MADE = ("reasoning-gym:", "drawn-shapes")
