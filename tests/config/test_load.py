@@ -271,7 +271,8 @@ def test_other_data_does_not_inherit_the_presets_parameters() -> None:
 @pytest.mark.parametrize("preset", ["laptop", "1gpu", "1node", "2nodes", "moe-large", "laptop-tools"])
 def test_an_environment_replaces_a_presets_task(preset: str) -> None:
     resolved = resolve(preset, flags={"environment.name": GivenFlag("--env", "wordle")}, environment={})
-    task = [v for v in resolved.given() if v.key.startswith(("data.", "reward.", "validation.", "environment."))]
+    of_task = ("data.", "reward.", "validation.data.", "validation.reward", "validation.holdout", "environment.")
+    task = [v for v in resolved.given() if v.key.startswith(of_task)]
     assert [(value.key, value.value) for value in task] == [("environment.name", "wordle")]
     assert resolved.notes == ()
 
