@@ -105,3 +105,25 @@ def test_the_parts_of_the_package_are_found(package: Path, tiny_llama: Path) -> 
     imported = rlctl(package, "config", "import", str(recipe), "--json")
     assert imported.returncode == 0, imported.stderr
     assert json.loads(imported.stdout)["values"] == {"model.name": "x", "optimizer.lr": 3e-6}
+
+
+def test_the_logger_writes_what_a_run_measures(package: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from rlctl.telemetry.loggers import LoggedRun, start_loggers\n"
+        "for finished in (0, 1):\n"
+        "    run = LoggedRun(Path(sys.argv[1]), 'project', 'name', {}, finished)\n"
+        "    (thread,) = start_loggers(['csv-lines'], run, print)\n"
+        "    for step in (finished + 1, finished + 2):\n"
+        "        thread.log(step, {'step': step, 'reward_mean': step + finished / 2})\n"
+        "    thread.close()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(EXTEND.parents[1] / "src")])}
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert lines == ["step,name,value", "1,train/reward,1.0", "2,train/reward,2.5", "3,train/reward,3.5"]
+    shown = rlctl(package, "config", "show", "--set", "run.loggers=[csv-lines]", "--json")
+    assert json.loads(shown.stdout)["run"]["loggers"] == ["csv-lines"], shown.stderr
+    wrong = rlctl(package, "config", "show", "--set", "run.loggers=[csv-line]")
+    assert wrong.returncode == 2
+    assert "rlctl has no logger 'csv-line', only tensorboard, wandb, mlflow, trackio, csv-lines" in wrong.stderr

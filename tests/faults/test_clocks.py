@@ -20,7 +20,8 @@ READERS = {
     "doctor/calibrate.py": "the date of a measurement",
     "doctor/host.py": "the age of files",
     "doctor/network.py": "the clocks of nodes are compared",
-    "telemetry/loggers.py": "the date of an event",
+    "telemetry/loggers/mlflow.py": "the date of an event",
+    "telemetry/loggers/tensorboard.py": "the date of an event",
 }
 """What may ask what time it is, and for what. Limits and durations are counted with time.monotonic and its like."""
 CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today"}

@@ -8,23 +8,23 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlctl.errors import InputError
-from rlctl.settings.run import LoggerName, RunConfig
+from rlctl.settings.run import LOGGERS, RunConfig
 from rlctl.telemetry.loggers import (
-    KINDS,
-    TITLES,
+    BUILT_IN,
     LoggedRun,
     LoggerThread,
-    TensorBoardLogger,
     logged_values,
+    logger_class,
     start_loggers,
     wanted_loggers,
 )
+from rlctl.telemetry.loggers.tensorboard import TensorBoardLogger
 
 CONFIG = {"run": {"steps": 3}, "model": {"name": "tiny"}, "env": {}}
 LINE = {
@@ -44,7 +44,8 @@ def test_every_logger_has_the_names_of_one_table() -> None:
         "timing/generation": 2.0, "timing/total": 3.0, "timing/refit_parts/pack": 0.1, "timing/tokens_per_s": 9.0,
         "validation/accuracy": 0.25, "system/cpu_percent": 50.0,
     }  # fmt: skip
-    assert set(KINDS) == set(TITLES) == set(get_args(LoggerName))
+    assert set(BUILT_IN) == set(LOGGERS)
+    assert all(logger_class(name).title for name in LOGGERS)  # type: ignore[attr-defined]
 
 
 def test_an_id_that_could_not_be_written_is_none(tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ class Fails:
 def test_a_logger_that_fails_is_said_once_and_switched_off() -> None:
     said: list[str] = []
     failing = Fails()
-    thread = LoggerThread("mlflow", lambda: failing, said.append)
+    thread = LoggerThread("MLflow", lambda: failing, said.append)
     for step in range(1, 6):
         thread.log(step, {})
     thread.close()
@@ -140,10 +141,10 @@ def test_a_logger_that_does_not_start_is_said_and_one_that_hangs_does_not_hold_t
     def refuse() -> Any:
         raise PermissionError("bad key")
 
-    LoggerThread("wandb", refuse, said.append).close()
+    LoggerThread("Weights & Biases", refuse, said.append).close()
     assert said == ["Weights & Biases failed and is switched off: PermissionError: bad key"]
     release = threading.Event()
-    hanging = LoggerThread("trackio", release.wait, said.append)  # type: ignore[arg-type]
+    hanging = LoggerThread("Trackio", release.wait, said.append)  # type: ignore[arg-type]
     hanging.close(limit_s=0.05)
     release.set()
     assert "Trackio did not take every step" in said[1]
@@ -189,7 +190,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(tmp_path: Path, monkeypa
     assert wandb.lines == [(1, {"train/reward": 0.5}), (2, {"train/reward": 0.5})]
 
 
-def log_two_sessions(name: LoggerName, directory: Path) -> None:
+def log_two_sessions(name: str, directory: Path) -> None:
     fail: Callable[[str], Any] = pytest.fail
     for finished in (0, 2):
         (thread,) = start_loggers([name], logged(directory, finished), fail)

@@ -17,7 +17,13 @@ from typing import Any, Literal
 from rlctl.errors import InputError
 
 EntryPointGroup = Literal[
-    "rlctl.algorithms", "rlctl.methods", "rlctl.backends", "rlctl.rewards", "rlctl.environments", "rlctl.recipes"
+    "rlctl.algorithms",
+    "rlctl.methods",
+    "rlctl.backends",
+    "rlctl.rewards",
+    "rlctl.environments",
+    "rlctl.recipes",
+    "rlctl.loggers",
 ]
 
 

@@ -71,7 +71,6 @@ from rlctl.rollouts.validation import ValidationSet
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import ModelConfig
 from rlctl.settings.rewards import MODEL
-from rlctl.settings.run import LoggerName
 from rlctl.telemetry.loggers import wanted_loggers
 from rlctl.telemetry.metrics import Metric
 from rlctl.telemetry.phases import Phase
@@ -392,7 +391,7 @@ def checked_method(resolved: Resolved, tell: Tell = lambda _: None) -> Method:
     return method_from_config(config)
 
 
-def loggers_of(resolved: Resolved, tell: Tell = lambda _: None) -> tuple[LoggerName, ...]:
+def loggers_of(resolved: Resolved, tell: Tell = lambda _: None) -> tuple[str, ...]:
     """Return the loggers of a run. Those that are optional are left out where they are not
     installed."""
     return wanted_loggers(resolved.config.run, tell, optional="run.loggers" in resolved.optional)

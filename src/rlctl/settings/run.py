@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlctl.config.facts import FREE, LAYOUT, REHEARSAL_DETAIL, Flag
+from rlctl.config.plugins import plugin_names
 from rlctl.config.section import NonNegative, NonNegativeNumber, PathText, Positive, PositiveNumber, Seconds, Section
 from rlctl.settings.data import ValidationData
 from rlctl.settings.rewards import RewardTerm
@@ -223,7 +224,8 @@ class ClusterConfig(Section):
         return self
 
 
-LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
+"""Loggers that come with rlctl."""
 
 
 class RunConfig(Section):
@@ -288,9 +290,18 @@ class RunConfig(Section):
         Flag("show_samples", "Show the best and worst completion every N steps; 0: never.", metavar="N"),
     ] = None
     """Interval, in steps, for showing the best and worst completion; 0: never; unset: 10 in a terminal."""
-    loggers: Annotated[tuple[LoggerName, ...] | None, FREE] = None
+    loggers: Annotated[tuple[str, ...] | None, FREE] = None
     """Loggers in addition to metrics.jsonl; unset: tensorboard, and wandb if WANDB_API_KEY is set."""
     project: Annotated[str, Field(min_length=1), FREE] = "rlctl"
     """Name of the project in Weights & Biases and Trackio, and of the experiment in MLflow."""
     name: Annotated[Annotated[str, Field(min_length=1)] | None, FREE] = None
     """Name of the run in loggers; unset: the name of its directory."""
+
+    @field_validator("loggers")
+    @classmethod
+    def validate_loggers(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        known = (*LOGGERS, *plugin_names("rlctl.loggers"))
+        for name in names or ():
+            if name not in known:
+                raise ValueError(f"rlctl has no logger {name!r}, only {', '.join(known)}")
+        return names

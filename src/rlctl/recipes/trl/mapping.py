@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlctl.recipes.rules import Found, Rule, differs, if_on, logs, only, to, when
+from rlctl.settings.run import LOGGERS
 
 METHODS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm"}
 """TRL's trainers by the name of their command, and rlctl's methods."""
@@ -238,7 +239,7 @@ def strategy(key: str, own: str) -> Rule:
 
 def loggers(found: Found) -> None:
     names = [found.value] if isinstance(found.value, str) else list(found.value or ())
-    own = [name for name in names if name in ("wandb", "tensorboard", "mlflow", "trackio")]
+    own = [name for name in names if name in LOGGERS]
     if others := [name for name in names if name not in (*own, "none", "all")]:
         found.say("logging", f"rlctl has no logger {', '.join(others)}; run.loggers lists those it has")
     found.map("run.loggers", own)

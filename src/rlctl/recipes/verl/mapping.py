@@ -11,6 +11,7 @@ from rlctl.config.files import read_text
 from rlctl.config.recipes import Import
 from rlctl.config.yaml_values import read_mapping
 from rlctl.recipes.rules import Found, Rule, differs, hand_on, if_on, logs, only, to, when
+from rlctl.settings.run import LOGGERS
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 MEGATRON = f"{ACTOR}.megatron"
@@ -28,7 +29,6 @@ LOSSES = {"gspo": "gspo", "sapo": "sapo", "cispo": "cispo"}
 LEVELS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 BACKENDS = {"megatron": "megatron", "fsdp": "dtensor", "fsdp2": "dtensor", "dp": "dtensor"}
-LOGGERS = ("wandb", "tensorboard", "mlflow", "trackio")
 DEFAULTS: dict[str, Any] = {
     f"{ACTOR}.ppo_mini_batch_size": 256,
     f"{ACTOR}.clip_ratio_c": 3.0,

@@ -1,3 +1,0 @@
-"""Former name of `rlctl.jobs.tiny_model`."""
-
-from rlctl.jobs.tiny_model import *  # noqa: F403
