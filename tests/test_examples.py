@@ -13,6 +13,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -20,6 +21,7 @@ import yaml
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.isolation.user_function import UserBatchScorer, user_scorer
 from rlctl.methods.configuration import resolve
+from rlctl.settings.run import RunConfig
 from support.hosts import made_hosts
 from support.runs import LIMIT_S, REWARD, TASK, results, started
 
@@ -249,7 +251,54 @@ def test_the_files_that_services_read_are_yaml() -> None:
     assert [step["run"] for step in workflow["jobs"]["checks"]["steps"] if "run" in step] == [".ci/run"]
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     assert all(hook["entry"].startswith(".venv/bin/") for hook in hooks)
+
+
+def kubernetes_pods() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Head and workers: the parameters of `ray start`, and the pod."""
     cluster = yaml.safe_load((EXAMPLES / "kubernetes" / "raycluster.yaml").read_text())
-    head, (workers,) = cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"]
-    assert head["template"] == workers["template"]  # two equal nodes, as the presets expect
-    assert {"shared", "memory"} == {one["name"] for one in head["template"]["spec"]["volumes"]}
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    assert cluster["metadata"]["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
+    return [(group["rayStartParams"], group["template"]["spec"]) for group in groups]
+
+
+def test_pods_of_the_kubernetes_example_are_alike_and_probed_without_a_dashboard() -> None:
+    """KubeRay adds its own probes, which need the extra ray[default] and wget, where a container has none."""
+    ports = ("port", "node-manager-port")
+    for (parameters, pod), port in zip(kubernetes_pods(), ports, strict=True):
+        (container,) = pod["containers"]
+        assert {"shared", "memory"} == {one["name"] for one in pod["volumes"]}
+        assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+        assert pod["terminationGracePeriodSeconds"] >= RunConfig().stop_within_s + 15
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["tcpSocket"] == {"port": int(parameters[port])}
+        assert container["resources"]["limits"] == container["resources"]["requests"]
+        assert any(name.startswith("rdma/") for name in container["resources"]["limits"])
+        variables = {one["name"]: one for one in container["env"]}
+        assert variables["RAY_AUTH_MODE"]["value"] == "token"
+        assert variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "rlctl-ray", "key": "token"}
+    head, worker = ({key: value for key, value in pod.items() if key != "containers"} for _, pod in kubernetes_pods())
+    assert head == worker
+
+
+def test_the_run_of_the_kubernetes_example_resumes_by_itself(tmp_path: Path) -> None:
+    """Its script with recorded commands: the first attempt fails after a checkpoint, the second one ends well."""
+    commands = {
+        "ray": "printf ' node_a\n node_b\n'",
+        "sleep": "exit 0",
+        "rlctl": 'echo "$@" >> calls; [ -e runs/first/manifest.json ] || { mkdir -p runs/first; '
+        "touch runs/first/manifest.json; exit 1; }",
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RLCTL_ADDRESS": "10.0.0.1", "KUBERAY_GEN_RAY_START_CMD": "true"}
+    _, pod = kubernetes_pods()[0]
+    (container,) = pod["containers"]
+    done = subprocess.run(
+        [*container["command"], *container["args"]], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (tmp_path / "calls").read_text().splitlines()
+    assert first == "train grpo --preset 2nodes --model MODEL --ray-address 10.0.0.1:6379 --run-dir runs/first"
+    assert second == f"{first} --resume"
+    assert "rlctl ended with code 1 (attempt 1)" in done.stderr

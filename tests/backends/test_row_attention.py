@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,3 +99,27 @@ def test_keys_repeated_for_each_query_head_attend_as_grouped_ones_do() -> None:
     repeated = F.scaled_dot_product_attention(q, _for_each_query_head(k, 6), _for_each_query_head(v, 6), mask)
     torch.testing.assert_close(repeated, grouped)
     assert _for_each_query_head(q, 6) is q
+
+
+def test_blocks_are_made_without_reading_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading waits for all that was launched before, in every micro-batch."""
+
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("read from the device")
+
+    copied: list[bool] = []
+    plain = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        copied.append(bool(options.get("non_blocking")))
+        return plain(tensor, "cpu")
+
+    row = row_of(UNITS)
+    with monkeypatch.context() as patch:
+        for name in ("cpu", "numpy", "item", "tolist"):
+            patch.setattr(torch.Tensor, name, read)
+        assert len(RowAttention.of(row, 1, 0).blocks) > 1
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    row_attention._on_device(np.zeros(4, np.int64), torch.device("cuda"))
+    assert copied == [True]

@@ -24,12 +24,12 @@ SIZES = {"empty": 0, "one": 1, "buffer": 1024, "more": 3000}
 """Elements; a buffer holds 1,024 of float32."""
 
 
-def refused_at_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def refused_at_open(monkeypatch: pytest.MonkeyPatch, number: int = errno.EINVAL) -> None:
     original = os.open
 
     def open_(path: Any, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(number, os.strerror(number))
         return original(path, flags, mode)
 
     monkeypatch.setattr(background_writes.os, "open", open_)
@@ -48,7 +48,11 @@ def refused_at_first_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_writes.os, "write", write)
 
 
-@pytest.mark.parametrize("refuse", [None, refused_at_open, refused_at_first_write])
+def not_supported_at_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused_at_open(monkeypatch, errno.EOPNOTSUPP)
+
+
+@pytest.mark.parametrize("refuse", [None, refused_at_open, not_supported_at_open, refused_at_first_write])
 def test_items_are_what_torch_reads_and_the_digest_is_the_files(
     refuse: Callable[[pytest.MonkeyPatch], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,13 +111,14 @@ def _unit_blocks(
         (_both_ways(p, mutual_T) for unit in units for p in _problems(unit, squares)),
         key=lambda p: (p.mask_QK is None, -p.area),
     )
-    blocks = [_block(batch, positions_T) for batch in _batches(problems)]
-    order = np.concatenate([block.queries_BQ.flatten().cpu().numpy() for block in blocks])
-    used = np.concatenate([_used(batch) for batch in _batches(problems)])
+    batches = _batches(problems)
+    blocks = [_block(batch, positions_T) for batch in batches]
+    order = np.concatenate([_padded([one.queries for one in batch]).ravel() for batch in batches])
+    used = np.concatenate([_used(batch) for batch in batches])
     outputs = np.empty(int(used.sum()), np.int64)
     outputs[order[used]] = np.flatnonzero(used)
     in_order = len(outputs) == len(order) and np.array_equal(outputs, np.arange(len(order)))
-    return tuple(blocks), None if in_order else torch.from_numpy(outputs).to(positions_T.device)
+    return tuple(blocks), None if in_order else _on_device(outputs, positions_T.device)
 
 
 def takes_squares(device: torch.device) -> bool:
@@ -176,23 +177,36 @@ def _batches(problems: list[_Problem]) -> list[list[_Problem]]:
 def _block(batch: list[_Problem], positions_T: Tensor) -> AttentionBlock:
     """Pad a batch with token 0: masks hide padding keys, and nobody reads padding queries."""
     queries, keys = max(len(p.queries) for p in batch), max(len(p.keys) for p in batch)
-    queries_BQ, keys_BK = np.zeros((len(batch), queries), np.int64), np.zeros((len(batch), keys), np.int64)
     mask = None if batch[0].mask_QK is None else np.zeros((len(batch), 1, queries, keys), bool)
     for b, problem in enumerate(batch):
-        queries_BQ[b, : len(problem.queries)] = problem.queries
-        keys_BK[b, : len(problem.keys)] = problem.keys
         if mask is not None and problem.mask_QK is not None:
             mask[b, 0, : len(problem.queries), : len(problem.keys)] = problem.mask_QK
             mask[b, 0, len(problem.queries) :, 0] = True  # a softmax over nothing is not a number
     device = positions_T.device
-    queries_t, keys_t = torch.from_numpy(queries_BQ).to(device), torch.from_numpy(keys_BK).to(device)
+    queries_BQ = _on_device(_padded([problem.queries for problem in batch]), device)
+    keys_BK = _on_device(_padded([problem.keys for problem in batch]), device)
     return AttentionBlock(
-        queries_t,
-        keys_t,
-        None if mask is None else torch.from_numpy(mask).to(device),
-        positions_T[queries_t],
-        positions_T[keys_t],
+        queries_BQ,
+        keys_BK,
+        None if mask is None else _on_device(mask, device),
+        positions_T[queries_BQ],
+        positions_T[keys_BK],
     )
+
+
+def _padded(places: list[np.ndarray]) -> np.ndarray:
+    """int64 [B, longest], filled with 0."""
+    padded = np.zeros((len(places), max(map(len, places))), np.int64)
+    for row, own in zip(padded, places, strict=True):
+        row[: len(own)] = own
+    return padded
+
+
+def _on_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copy without waiting for the device, which may still compute what was launched before: only copies from pinned
+    memory do not wait."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def _used(batch: list[_Problem]) -> np.ndarray:
@@ -215,9 +229,9 @@ def _context_parallel_block(row: PackedRow, cp_size: int, cp_rank: int) -> Atten
     return AttentionBlock(
         torch.arange(len(q), device=device)[None],
         torch.arange(length, device=device)[None],
-        torch.from_numpy(visible[None, None]).to(device),
-        row.positions_kT[0][torch.from_numpy(q).to(device)][None],
-        row.positions_kT[0][torch.from_numpy(k).to(device)][None],
+        _on_device(visible[None, None], device),
+        row.positions_kT[0][_on_device(q, device)][None],
+        row.positions_kT[0][_on_device(k, device)][None],
     )
 
 

@@ -31,6 +31,8 @@ BUFFER_BYTES = 4 << 20
 LIVE_BYTES = range(64 << 10, 256 << 20)
 """Sizes of tensors that stay where they are. Smaller ones are copied at once: biases of routers change before the
 optimizer's step. So are larger ones: training would wait for the end of the one being written."""
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
+"""Errors of file systems that do not write past the page cache."""
 LESS_URGENT = 10
 """The priority (nice) of a thread that writes beside training."""
 
@@ -172,7 +174,7 @@ class DigestedFile:
             try:
                 ready = ready[os.write(self._descriptor, ready) :]
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._through_cache():
+                if error.errno not in REFUSALS or not self._through_cache():
                     raise
         self._held = 0
 
@@ -188,6 +190,6 @@ def _open_past_cache(path: Path) -> int:
     try:
         return os.open(path, flags | os.O_DIRECT, 0o666)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in REFUSALS:
             raise
         return os.open(path, flags, 0o666)

@@ -55,10 +55,17 @@ class DTensorSave(Save):
     """A snapshot of weights and states."""
 
     def __init__(
-        self, directory: Path, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, *, copies: bool = True
+        self,
+        directory: Path,
+        weights: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        group: Any,
+        *,
+        copies: bool = True,
     ) -> None:
-        # Its own group: what it exchanges in the background must not meet what training does.
-        self._group: Any = torch.distributed.new_group(backend="gloo")
+        """`group`: of all ranks, for saves alone. What they exchange in the background must not meet what training
+        does."""
+        self._group = group
         self._state = dict(_state(weights, optimizer))
         tensors = {name: local_part(value) for name, value in self._state.items()}
         super().__init__(directory, Snapshot(tensors, copies=copies))
@@ -70,7 +77,6 @@ class DTensorSave(Save):
 
     def write_index(self) -> None:
         torch.distributed.barrier()
-        torch.distributed.destroy_process_group(self._group)
         if torch.distributed.get_rank() == 0:
             (self.directory / "metadata.json").write_text(json.dumps(BACKEND))
 

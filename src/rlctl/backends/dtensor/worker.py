@@ -83,6 +83,9 @@ class DTensorWorker(PolicyRank):
         self._loss_scale = LossScale() if spec.dtype == "float16" else None
         self.movement = self.new_movement()
 
+    _save_group: Any = None
+    """The process group of saves, made by the first one."""
+
     @property
     def models(self) -> list[nn.Module]:
         return [self.model]
@@ -256,7 +259,10 @@ class DTensorWorker(PolicyRank):
 
         with self._states_here():
             self._reshard()
-            save = DTensorSave(directory, self.saved(), self._trainer(), copies=self.spec.save_copies)
+            # One for all saves: each new one connects every rank with every other.
+            self._save_group = self._save_group or torch.distributed.new_group(backend="gloo")
+            copies = self.spec.save_copies
+            save = DTensorSave(directory, self.saved(), self._trainer(), self._save_group, copies=copies)
             if self.spec.optimizer_offload:  # the states leave at the end of the block
                 save.snapshot.keep()
             return save

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.costs.memory import element_bytes, master_and_moments, snapshot_bytes
-from rlctl.planner.costs.parameters import stages, trained_parameters
+from rlctl.planner.costs.parameters import RankParameters, stages, trained_parameters
 from rlctl.planner.inputs.request import Request
 
 
@@ -33,8 +33,21 @@ def save_of(request: Request, choice: TrainingChoice, copies: bool = True) -> Sa
     each = 4 + choice.moment_bytes if full else element_bytes(choice) + master_and_moments(choice)
     gpus = max(1, p.world_size // cluster.nodes if cluster.is_cpu else cluster.gpus_per_node)
     node = models * snapshot_bytes(facts, choice, gpus)
-    rate = cluster.device.memory_bandwidth / 2  # read and written
-    if not cluster.is_cpu:
-        rate = gpus * cluster.device.host_link * constants.pageable_copy
     write_s = node / constants.disk_bytes_per_s
-    return Save(models * each * parameters, node / rate if copies else write_s, write_s)
+    if not copies:
+        copy_s = write_s
+    elif cluster.is_cpu:
+        copy_s = node / (cluster.device.memory_bandwidth / 2)  # read and written
+    else:
+        fullest = models * max(_rank_bytes(one, choice) for one in trained)
+        copy_s = fullest / (cluster.device.host_link * constants.pageable_copy)
+    return Save(models * each * parameters, copy_s, write_s)
+
+
+def _rank_bytes(trained: RankParameters, choice: TrainingChoice) -> float:
+    """Return what the fullest rank of a stage saves: next to its part of the states all weights that it holds, because
+    Megatron lets one rank write what data-parallel ranks hold alike."""
+    owned = trained.owned(choice.parallel)
+    if choice.sharding == "full":
+        return (4 + choice.moment_bytes) * owned
+    return master_and_moments(choice) * owned + element_bytes(choice) * trained.total
