@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -173,3 +174,27 @@ def test_metrics_are_of_all_tokens_that_count() -> None:
     assert metrics["grad_norm"] == 2.0
     perfect = result(replace(values, values_R=returns_R, old_values_R=returns_R, returns_R=returns_R))
     assert critic_metrics([perfect])["explained_variance"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"critic": {"gamma": 0.9}}, "critic.gamma = 0.9 looks at all tokens that follow"),
+        ({"loss": {"kl_coefficient": 0.1, "kl_in": "reward"}}, "loss.kl_in = reward looks at all"),
+        ({"loss": {"kl_coefficient": 0.1, "kl_in": "loss", "kl_score_term": True}}, "loss.kl_score_term = true looks"),
+        ({}, ""),
+    ],
+)
+def test_sums_over_an_episode_need_its_tokens_in_one_sequence(
+    sections: dict[str, dict[str, object]], said: str
+) -> None:
+    """With `environment.thinking=template` an episode is several sequences, and sums end with each of them."""
+    advantage = {"baseline": "critic", "normalize_std": False}
+    for thinking in ("keep", "template"):
+        environment = {"name": "guess-number", "thinking": thinking}
+        values = {"advantage": advantage, "environment": environment, **sections}
+        if said and thinking == "template":
+            with pytest.raises(ValueError, match=re.escape(said)):
+                RlConfig.model_validate(values)
+        else:
+            RlConfig.model_validate(values)

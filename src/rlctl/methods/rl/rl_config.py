@@ -124,6 +124,23 @@ class AlgorithmConfig(RolloutConfig):
         return self
 
     @model_validator(mode="after")
+    def validate_sums_over_an_episode(self) -> AlgorithmConfig:
+        if not (self.environment.wanted and self.environment.thinking == "template"):
+            return self
+        penalized = self.loss.kl_coefficient > 0
+        for sums, key in (
+            (self.has_critic and self.critic.gamma < 1, f"critic.gamma = {self.critic.gamma:g}"),
+            (penalized and self.loss.kl_in == "reward", "loss.kl_in = reward"),
+            (penalized and self.loss.kl_in == "loss" and self.loss.kl_score_term, "loss.kl_score_term = true"),
+        ):
+            if sums:
+                raise ValueError(
+                    f"{key} looks at all tokens that follow, and with environment.thinking = template a turn's tokens "
+                    "do not see those of later contexts: set environment.thinking=keep, or leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def validate_filter_has_rewards(self) -> AlgorithmConfig:
         if self.filter.groups != "keep" and not self.learns_from_rewards:
             raise ValueError(
