@@ -24,8 +24,8 @@ CONFIG, DATA, REWARD = "run.yaml", "questions.jsonl", "rewards.py"
 OWN_REWARD = f"{REWARD}:reward"
 QUESTIONS = 96
 HELD_OUT = 16
-EXAMPLE_TOKENS = 32
-"""Tokens for a sentence that answers an example question."""
+EXAMPLE_TOKENS = 128
+"""Tokens for a small model that answers an example question in several sentences."""
 
 TEXTS = Path(__file__).with_name("init")
 """The files that are written: the configuration, in which names in braces are filled in, and the reward."""
