@@ -153,6 +153,18 @@ def test_the_cuda_set_leaves_out_wheels_of_cuda_python_that_hold_files_of_cuda_b
     assert software.CUDA_PYTHON in asked
 
 
+def test_a_model_with_gated_delta_rules_asks_for_their_kernels() -> None:
+    names = ["model.layers.0.linear_attn.A_log"]
+    none = software.check_delta_rule(8, names, {})
+    assert none is not None
+    expect(none, "warn", "flash-linear-attention", "pip install flash-linear-attention causal-conv1d")
+    fine = software.check_delta_rule(8, names, {"flash-linear-attention": "0.5", "causal-conv1d": "1.6"})
+    assert fine is not None
+    expect(fine, "ok", "flash-linear-attention 0.5")
+    assert software.check_delta_rule(8, ["model.layers.0.self_attn.q_proj.weight"], {}) is None
+    assert software.check_delta_rule(0, names, {}) is None
+
+
 def test_triton_has_what_it_builds_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def only(*names: str) -> Any:
         return {name: f"/usr/bin/{name}" for name in names}.get

@@ -18,11 +18,13 @@ from rlctl.jobs.run_workers import planned_workers, policy_environment
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
+from rlctl.planner import from_config
 from rlctl.planner.from_config import cluster_from_config
 from rlctl.planner.inputs import cluster
 from rlctl.planner.inputs.cluster import GIB, device_named, granted_memory, match_device
 from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.settings.training import TrainingConfig
+from rlctl.telemetry.phases import Phase
 from support.plans import plan_of
 
 SMI = """#!/bin/sh
@@ -261,3 +263,25 @@ def test_a_gpu_that_shares_its_memory_is_planned_and_found(card) -> None:
     assert planned.name == "gb10"
     assert check_gpus((found,), 1, "auto").status == "ok"
     assert check_other_programs().status == "ok"
+
+
+def test_a_plan_knows_of_transformer_engine_and_graphs_and_fills_rows(card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU run on record: one H100 without TransformerEngine and graphs took 2.7 and 2 times the planned seconds."""
+    card("NVIDIA H100 80GB HBM3", 81559)
+    facts = lookup("Qwen/Qwen3-0.6B")
+    assert facts is not None
+    short = ("model.max_length=512", "generation.max_new_tokens=256")
+    here = plan_of(config(*short), facts)
+    monkeypatch.setattr(from_config, "find_spec", lambda name: object())
+    fused = plan_of(config(*short), facts)
+    local = plan_of(config(*short, "megatron.transformer_impl=local"), facts)
+    eager = plan_of(config(*short, "vllm.enforce_eager=true"), facts)
+    assert here.training is not None
+    assert here.training.micro_batch_tokens >= 8192  # and not four texts of 512
+    assert here.seconds[Phase.TRAINING] == pytest.approx(local.seconds[Phase.TRAINING])
+    assert 1.5 < local.seconds[Phase.TRAINING] / fused.seconds[Phase.TRAINING] < 3
+    assert eager.seconds[Phase.GENERATION] > 1.5 * fused.seconds[Phase.GENERATION]
+    texts = [" ".join(f"{one.value} {one.rule}" for one in plan.reasons) for plan in (here, local, fused, eager)]
+    assert ["2.7 times the time of TransformerEngine's" in text for text in texts] == [True, True, False, False]
+    assert ["vllm.enforce_eager: the host launches" in text for text in texts] == [False, False, False, True]
+    assert plan_of(config(*short, "cluster.gpu=a100"), facts, assume="h100").request.own_layers is False

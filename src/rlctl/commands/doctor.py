@@ -167,9 +167,11 @@ def show(check: Check) -> None:
 def wanted(config: RlctlConfig) -> Wanted:
     """Return what this configuration needs from the machine. A GPU type or a number of nodes needs at least one GPU.
     Raises InputError for an unknown GPU type."""
+    from rlctl.checkpoints.hf.model_facts import known_facts
     from rlctl.doctor.examine import Wanted
     from rlctl.planner.inputs.cluster import device_named
 
+    facts = known_facts(config.model.name) if config.model.name else None
     kind, count = config.cluster.gpu, config.cluster.gpus_per_node
     named = kind not in ("auto", "cpu")
     if count is None and kind != "cpu":
@@ -186,6 +188,7 @@ def wanted(config: RlctlConfig) -> Wanted:
         run_directory=Path(config.run.dir or "runs"),
         ray_address=config.cluster.ray_address,
         model=config.model.name,
+        tensors=tuple(tensor.name for tensor in facts.listed) if facts is not None else (),
     )
 
 

@@ -26,6 +26,8 @@ class Wanted:
     run_directory: Path = Path("runs")
     ray_address: str | None = None
     model: str | None = None
+    tensors: tuple[str, ...] = ()
+    """Names of the model's tensors, where its class lists them."""
 
 
 def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
@@ -37,6 +39,8 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     yield software.check_packages(versions)
     yield software.check_torch_companions(versions)
     yield software.check_transformer_engine(len(found), versions, None if quick else software.why_not_imported)
+    if found and wanted.tensors and (check := software.check_delta_rule(len(found), wanted.tensors, versions)):
+        yield check
     yield gpus.check_vllm_platform(found, versions)
     yield host.check_cpu(len(found))
     split = gpus.check_whole(wanted.gpus_per_node, wanted.gpu)

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -167,6 +167,22 @@ def check_gpu_packages(versions: Mapping[str, str], why_not: Callable[[str], str
             fix = f"Install them again: `uv pip install --reinstall {' '.join(wanted)}`."
             return Check(name, "fail", detail, fix)
     return Check(name, "ok", f"{', '.join(installed.values()) or 'no packages for GPUs'} can be imported")
+
+
+DELTA_RULE = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
+"""Packages with the kernels of gated delta rules (Qwen3-Next, Qwen3.5), which transformers imports where they are."""
+
+
+def check_delta_rule(gpus: int, tensors: Iterable[str], versions: Mapping[str, str]) -> Check | None:
+    """Check for the kernels of a model with gated delta rules, by the names of its tensors; None: it has none, or
+    trains on a CPU."""
+    if not gpus or not any(".linear_attn." in name for name in tensors):
+        return None
+    missing = [package for package in DELTA_RULE if package not in versions]
+    if not missing:
+        return Check("delta-rule", "ok", ", ".join(f"{name} {versions[name]}" for name in DELTA_RULE))
+    detail = f"{listed(missing)} not installed: layers of a gated delta rule train on torch's slow operations"
+    return Check("delta-rule", "warn", detail, f"`pip install {' '.join(missing)}`.")
 
 
 def why_not_imported(module: str) -> str:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from rlctl.config.facts import PLANNED, UNDECIDED
@@ -372,17 +373,25 @@ def plan_from_config(
     adapters = LoraChoice(lora.rank, "attention" in lora.targets, "mlp" in lora.targets) if lora.rank else None
     # Float32 is what rlctl gives Megatron unless the user passes something else.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
+    unfused = config.megatron.passed.get("transformer_impl") == "local" or _lacks_transformer_engine(config, assume)
     own_layers = lora.rank > 0 or config.megatron.passed.get("transformer_impl") == "local"
     grouped = not own_layers and config.megatron.passed.get("moe_grouped_gemm") is not False
     flex = config.megatron.passed.get("moe_token_dispatcher_type") == "flex"
     request = Request(
         facts, cluster, workload, pins, constants, precision, adapters, engine, grouped, gradient_bytes,
         moment_bytes(config.optimizer.passed), teacher, "teacher" if config.named_teacher else "reward_model",
+        own_layers=unfused and not cluster.is_cpu,
         saves=config.run.save_final or config.run.checkpoint_every != 0,
         save_copies=config.run.save_copies,
         dispatcher="flex" if flex else "alltoall",
     )  # fmt: skip
     return make_plan(request, top=top, refusal=refusal)
+
+
+def _lacks_transformer_engine(config: RlctlConfig, assume: str | None) -> bool:
+    """Whether this machine's GPUs train, and TransformerEngine is not installed here."""
+    here = config.cluster.ray_address is None and (assume is None or config.cluster.gpu == "auto")
+    return here and find_spec("transformer_engine") is None and bool(local_gpus())
 
 
 def require_mover(config: EngineConfig, pins: Mapping[str, Any], *, trains: bool) -> None:

@@ -129,7 +129,7 @@ def decode_step_seconds(request: Request, choice: GenerationChoice, sequences: f
         return step + communication_seconds(request, choice, sequences)
     weights = _layers_bytes(facts, choice) / choice.pp
     weights += choice.weight_bytes * (parts.embedding + parts.head) / choice.tp / choice.pp
-    layer_s = (constants.decode_layer_s if choice.numbers.graphs else constants.layer_host_s) * facts.layers
+    layer_s = (constants.decode_layer_s if choice.numbers.graphs else constants.eager_layer_s) * facts.layers
     if facts.moe is not None:
         batch = sequences * choice.dp
         touched = 1 - (1 - facts.moe.experts_per_token / facts.moe.experts) ** batch

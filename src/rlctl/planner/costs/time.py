@@ -151,6 +151,8 @@ def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, token
         moved += constants.logit_traffic_bytes * facts.vocab * predicted / p.tp
     sharing = _ranks_of_node(request, choice) if cluster.is_cpu else 1  # of the bus of a node
     seconds += local * moved * sharing / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
+    slowdown = constants.own_layers_slowdown if request.own_layers and not (cluster.is_cpu or request.fsdp) else 1.0
+    seconds, attention, matmul = seconds * slowdown, attention * slowdown, matmul * slowdown
     return MicroBatchTime(
         compute=seconds + attention,
         tensor=(1 - constants.tensor_overlap) * _tensor_seconds(request, stage, choice, local),

@@ -126,6 +126,10 @@ class Constants:
     """CUDA context, cuBLAS workspaces and allocator of one process."""
     communicator_bytes: float = 0.25 * GIB
     """NCCL buffers of one communicator."""
+    # From the one GPU run on record (1.24 billion parameters, one H100, benchmarks/RESULTS.md): training without
+    # TransformerEngine took 2.7 times the prediction, and an engine without CUDA graphs twice.
+    own_layers_slowdown: float = 2.7
+    eager_layer_s: float = 0.0018
     fragmentation: float = 0.05
     """Share of the memory that the allocator hands out and takes back in a phase."""
     engine_asleep_bytes: float = 7 * GIB

@@ -162,6 +162,13 @@ def _training_rules(plan: Plan, t: TrainingChoice, request: Request, rejected: l
     if t.precision == "fp8":
         precision = "Linear layers multiply in float8 (megatron.fp8); weights, gradients and refits are in bfloat16."
     yield "precision", t.precision, precision
+    request = plan.request
+    if request.own_layers and not request.fsdp:
+        slowdown = f"{request.constants.own_layers_slowdown:g} times the time of TransformerEngine's (one measurement)"
+        yield "layers", "Megatron's own", f"Set, or TransformerEngine is not installed here: {slowdown}."
+    if plan.generation is not None and not request.engine.graphs and not cluster.is_cpu:
+        slow = request.constants.eager_layer_s / request.constants.decode_layer_s
+        yield "CUDA graphs", "off", f"vllm.enforce_eager: the host launches each layer, {slow:.0f} times slower."
     if t.critic:
         turns = "; both do not fit together, so they take turns on the devices."
         how = turns if t.critic_offload else ", and fits next to it."
