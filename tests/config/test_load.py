@@ -140,6 +140,8 @@ def test_laptop_preset_needs_nothing_else() -> None:
         ("training.packing=false", "training.packing", False),
         ("model.revision=2024", "model.revision", "2024"),
         ("model.revision=null", "model.revision", None),
+        ("data.system_prompt=None", "data.system_prompt", None),
+        ("data.system_prompt='None'", "data.system_prompt", "None"),
         ("run.dir=true", "run.dir", "true"),
         ("generation.stop=['a=b', \"\\n\"]", "generation.stop", ("a=b", "\n")),
         ("data.params.max_terms=3", "data.params", {"max_terms": 3}),

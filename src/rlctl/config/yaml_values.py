@@ -1,5 +1,6 @@
 """YAML 1.2 scalars without duplicate keys. PyYAML follows YAML 1.1, where `off` is false and `1e-5` a text, which
-breaks `importance_correction: off` and `lr: 1e-5`."""
+breaks `importance_correction: off` and `lr: 1e-5`. An unquoted `None`, as in Python, is null: as a text it would be a
+system prompt, or the name of a file."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def construct_int(loader: Loader, node: yaml.ScalarNode) -> int:
 RESOLVERS = {
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
     "merge": (r"<<", "<"),
-    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "null": (r"~|null|Null|NULL|None|", ["~", "n", "N", ""]),
     "int": (r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
     "float": (
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
