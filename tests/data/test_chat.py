@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from rlctl.checkpoints.hf import hub
 from rlctl.data.chat import PLAIN_STOP, PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError
@@ -175,6 +176,9 @@ def test_a_tokenizer_is_looked_for_on_the_hub_once(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub._State, "asked_at", None)
+    monkeypatch.setattr(hub, "_unreached", lambda _: "")
     with pytest.raises(InputError, match="--tokenizer nowhere: no directory here, not in the Hugging Face cache"):
         load_tokenizer(tiny_llama, ModelConfig(tokenizer="nowhere"))
     assert [bool(settings.get("local_files_only")) for settings in asked] == [True, False]
