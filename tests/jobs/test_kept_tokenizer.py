@@ -66,6 +66,31 @@ def test_an_export_has_the_chat_template_of_the_run_and_ends_with_its_token(tiny
     ]
 
 
+def test_an_export_ends_with_the_token_of_its_own_template(tiny_llama: Path, tmp_path: Path) -> None:
+    """As base models are published that have a chat template: answers end with a token that generation_config.json
+    does not list, so `generate` of transformers would never stop."""
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "<|endoftext|>"}))
+    for file in model.glob("chat_template*"):
+        file.unlink()
+    (model / "chat_template.jinja").write_text(OWN)
+    (model / "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.6}')
+    directory, _ = exported(prepared(model, tmp_path), tmp_path)
+    generation, tokenizer = GenerationConfig.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    assert {0, tokenizer.convert_tokens_to_ids("<|im_end|>")} == {*generation.eos_token_id}
+    assert generation.temperature == 0.6
+    assert tokenizer.apply_chat_template(ASKED, tokenize=False) == "[user]a"
+
+
+def test_a_generation_configuration_that_is_no_json_is_left_out(tiny_llama: Path, tmp_path: Path) -> None:
+    """Mistral-Small-3.2 is published with one that ends in a comma; transformers and vLLM go on without it."""
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2,}')
+    encoder = prepared(model, tmp_path).prompts.encoder
+    assert encoder.tokenizer.eos_token_id in encoder.stop_token_ids
+
+
 def test_an_export_has_the_tokenizer_of_the_run(tiny_llama: Path, tmp_path: Path) -> None:
     other = tmp_path / "tokenizer"
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)

@@ -15,7 +15,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_config, read_object
+from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_config, read_generation
 from rlctl.checkpoints.hf.tokenizer_files import TEKKEN, by_its_file, has_both_forms
 from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.config.files import read_text, user_path
@@ -122,9 +122,8 @@ class PromptEncoder:
         directory, own = Path(model_directory), cast(Any, tokenizer.eos_token_id)
         size = read_config(directory).get("vocab_size") if (directory / "config.json").is_file() else None
         ends: set[Any] = {own}
-        if (directory / "generation_config.json").is_file():
-            listed = read_object(directory, "generation_config.json").get("eos_token_id")
-            ends |= set(listed if isinstance(listed, list) else [listed])
+        listed = read_generation(directory).get("eos_token_id")
+        ends |= set(listed if isinstance(listed, list) else [listed])
         encoder = cls(
             tokenizer=tokenizer,
             template=template,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from rlctl.checkpoints.hf.hf_files import read_object
-from rlctl.checkpoints.hf.tokenizer_files import GENERATION_CONFIG, names_other_class, write_tokenizer
+from rlctl.checkpoints.hf.hf_files import read_config, read_generation
+from rlctl.checkpoints.hf.tokenizer_files import names_other_class, write_tokenizer
 from rlctl.checkpoints.megatron.megatron_directory import RUN_TOKENIZER
 from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.data.chat import read_template
@@ -14,8 +14,8 @@ from rlctl.jobs.prepare import Job
 
 
 def keep_tokenizer(job: Job, run: Path) -> None:
-    """Write what an export of the run needs where its tokenizer or chat template is not as in the base model's
-    directory. Answers end with tokens of the template, so the generation configuration lists them."""
+    """Write what an export of the run needs where its tokenizer, chat template or end tokens are not as in the base
+    model's directory. Answers end with tokens of the template, so the generation configuration lists them."""
     model, base, kept = job.config.model, job.source.directory, run / RUN_TOKENIZER
     directory = base
     if model.tokenizer:
@@ -23,9 +23,11 @@ def keep_tokenizer(job: Job, run: Path) -> None:
     encoder = job.prompts.encoder
     plain = names_other_class(encoder.tokenizer, directory)
     shutil.rmtree(kept, ignore_errors=True)
-    if not (model.tokenizer or model.chat_template or plain):
+    generation = read_generation(base)
+    listed = (generation or (read_config(base) if (base / "config.json").is_file() else {})).get("eos_token_id")
+    ends = {"eos_token_id": list(encoder.stop_token_ids)} if encoder.template else {}
+    lacking = set(encoder.stop_token_ids) - set(listed if isinstance(listed, list) else [listed]) if ends else set()
+    if not (model.tokenizer or model.chat_template or plain or lacking):
         return
     template = read_template(model.chat_template) if model.chat_template else None
-    generation = read_object(base, GENERATION_CONFIG) if (base / GENERATION_CONFIG).is_file() else {}
-    ends = {"eos_token_id": list(encoder.stop_token_ids)} if encoder.template else {}
     write_tokenizer(directory, kept, template=template, plain=plain, generation=generation | ends)

@@ -20,6 +20,11 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "deeps
 """Files of this folder with `ARCHITECTURES`, `DEFAULTS`, `facts(config)` and `weights(facts)`."""
 
 
+BIASES = {"LlamaForCausalLM": ("attention_bias", "mlp_bias"), "Qwen3ForCausalLM": ("attention_bias",)}
+"""Keys with which an architecture has biases that its file does not map (Bielik, Qwen2.5 saved as a Llama); such a
+model is one without a file."""
+
+
 @dataclass(frozen=True)
 class Family:
     """One family file: how it reads a configuration, and its weight map."""
@@ -106,10 +111,12 @@ def writes_nothing(config: dict[str, Any]) -> bool:
 
 
 def other_architecture(config: dict[str, Any]) -> str | None:
-    """Return the architecture of a text model whose family has no file here; None: it has one, or is no such model."""
+    """Return the architecture of a text model that no family file here maps; None: one does, or it is no such model."""
     named = _architectures(config)
     if len(named) != 1 or config.get("is_encoder_decoder") or sees(config) or writes_nothing(config):
         return None
+    if any(config.get(key) for key in BIASES.get(named[0], ())):
+        return named[0]
     return None if any(named[0] in known.architectures for known in families()) else named[0]
 
 

@@ -17,7 +17,7 @@ DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta":
 def facts(config: dict[str, Any]) -> ModelFacts:
     """Facts of a `LlamaForCausalLM` configuration (either spelling of its rope scaling)."""
     for key in ("attention_bias", "mlp_bias"):
-        refuse(bool(config.get(key)), f"{key}: true", "no published Llama has it, so rlctl does not map these biases.")
+        refuse(bool(config.get(key)), f"{key}: true", "this file does not map these biases.")
     return base_facts("llama", config)
 
 

@@ -419,7 +419,7 @@ BAD = {
     ),
     "rope without its factor": (set_config(rope_scaling={"rope_type": "yarn"}), "`yarn` lacks `factor`"),
     "rope": (set_config(rope_scaling={"rope_type": "made-up"}), "made-up"),
-    "biases": (set_config(attention_bias=True), "attention_bias"),
+    "biases": (set_config(attention_bias=True), r"tensor model\.layers\.0\.self_attn\.\w+\.bias is missing"),
 }
 
 

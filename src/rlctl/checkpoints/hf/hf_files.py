@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
@@ -28,6 +29,8 @@ WEIGHTS = (
     "*.onnx",
 )  # fmt: skip
 """Weights, in any format: some repositories carry copies of them next to the published ones."""
+log = logging.getLogger(__name__)
+GENERATION_CONFIG = "generation_config.json"
 ADAPTERS = "adapter_config.json"
 """PEFT's own configuration, which a directory of adapters has instead of config.json."""
 LFS_POINTER = b"version https://git-lfs"
@@ -70,6 +73,18 @@ def read_object(directory: Path, file: str, hint: str | None = None) -> dict[str
     if not isinstance(value, dict):
         raise InputError(f"{directory / file} does not hold a JSON object.", "Download the file again.")
     return value
+
+
+def read_generation(directory: Path) -> dict[str, Any]:
+    """Return `generation_config.json`, empty if missing or unreadable: transformers 5.19 and vLLM 0.32 then go on
+    without it, and published ones are no valid JSON (Mistral-Small-3.2's ends in a comma)."""
+    if not (directory / GENERATION_CONFIG).is_file():
+        return {}
+    try:
+        return read_object(directory, GENERATION_CONFIG)
+    except InputError as error:
+        log.warning("%s It is left out, as in transformers.", error.message)
+        return {}
 
 
 READ_QUANTIZED = ("fp8", "mxfp4")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.checkpoints.hf.hf_files import read_config, read_object
+from rlctl.checkpoints.hf.hf_files import read_config, read_generation, read_object
 from rlctl.checkpoints.hf.model_facts import built_as
 from rlctl.checkpoints.hf.published_tensors import as_published
 from rlctl.errors import InputError, listed
@@ -49,7 +49,7 @@ def _paddings(companions: Path, config: Mapping[str, Any]) -> Iterator[int]:
         return read_object(companions, name) if (companions / name).is_file() else {}
 
     settings, ends = read("tokenizer_config.json"), set[int]()
-    for value in (config.get("eos_token_id"), read("generation_config.json").get("eos_token_id")):
+    for value in (config.get("eos_token_id"), read_generation(companions).get("eos_token_id")):
         ends |= set(value if isinstance(value, list) else [value])
     added = read("tokenizer.json").get("added_tokens") or []
     texts = {one["content"]: one["id"] for one in added if one.get("special")}

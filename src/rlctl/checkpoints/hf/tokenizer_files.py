@@ -13,7 +13,14 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.checkpoints.hf.hf_files import TEMPLATES, TOKENIZER, copy_matching, read_object, remove_matching
+from rlctl.checkpoints.hf.hf_files import (
+    GENERATION_CONFIG,
+    TEMPLATES,
+    TOKENIZER,
+    copy_matching,
+    read_object,
+    remove_matching,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,7 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 TEKKEN = "tekken.json"
-GENERATION_CONFIG = "generation_config.json"
 PLAIN_CLASS = "PreTrainedTokenizerFast"
 """The class that takes `tokenizer.json` as it is, in every version of transformers."""
 PROBE = (
