@@ -248,6 +248,7 @@ def test_a_run_that_has_taken_no_step_says_so() -> None:
         [{"step": 1, "seconds": {**dict.fromkeys((phase.value for phase in Phase), 0.0), "total": 0.0}}],
         [{"step": 1}],
         [line(1, label="text", flag=True, reward_mean=-1e300), line(2, reward_mean=1e300)],
+        [line(1, loss=float("inf"), grad_norm=float("nan")), line(2, loss=1.0, grad_norm=float("-inf"))],
     ],
 )
 def test_a_report_is_made_of_odd_metrics(lines: list[dict[str, Any]]) -> None:

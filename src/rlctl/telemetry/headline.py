@@ -87,6 +87,8 @@ def columns(lines: Sequence[Metrics]) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {}
     for line in lines:
         for name, value in flatten(line):
+            if not math.isfinite(value):  # of another program, or an edited file
+                continue
             early = name.startswith(BEFORE_STEPS)
             name = name.replace(BEFORE_STEPS, VALIDATION, early)
             found.setdefault(name, []).append((line["step"] - early, value))
