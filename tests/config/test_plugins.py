@@ -72,6 +72,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         for name, text in files.items():
             (tmp_path / folder / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(lookup, "POLICIES", dict(lookup.POLICIES))
     yield tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] == "toy_rlctl"]:

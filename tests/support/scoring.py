@@ -12,6 +12,8 @@ from rlctl.rewards.scoring_process import Score, Work
 class NoProcess:
     """Finds everything right."""
 
+    compares = False
+
     def __init__(self, plan: Any) -> None: ...
 
     def score(self, work: list[Work]) -> list[Score]:

@@ -153,7 +153,10 @@ def _with_older_rope(values: dict[str, Any]) -> dict[str, Any]:
         kinds = [found.get(layer) or {} for layer in by_layer] or [found]
         return [{key: value for key, value in kind.items() if key != "type"} for kind in kinds]
 
-    return both if read(both) == read(values) else values
+    try:
+        return both if read(both) == read(values) else values
+    except (KeyError, ValueError):  # transformers 5.19 refuses both forms together for Gemma 4's proportional kind
+        return values
 
 
 def _tied(config: dict[str, Any], section: dict[str, Any], stores_head: bool | None, whole: Any) -> bool:
