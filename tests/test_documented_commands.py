@@ -179,8 +179,8 @@ def place(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / name).write_text('{"prompt": "3 + 4?", "question": "3 + 4?", "answer": "7"}\n' * 4)
     (tmp_path / "texts.jsonl").write_text('{"prompt": "3 + 4?", "completion": "7"}\n' * 4)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "3 + 4?", "chosen": "7", "rejected": "8"}\n' * 4)
-    labeled = '{"prompt": "3 + 4?", "completion": "7", "label": true}\n{"prompt": "3 + 5?", "completion": "7", "label": false}\n'
-    (tmp_path / "labels.jsonl").write_text(labeled * 2)
+    labeled = [{"prompt": f"3 + {number}?", "completion": "7", "label": number == 4} for number in (4, 5, 4, 5)]
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labeled))
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "Write add.", "tests": ["assert add(2, 3) == 5"]}\n')
     (tmp_path / "passages.jsonl").write_text("Bamboo grows fast.\n")
     (tmp_path / "run.yaml").write_text(
