@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import typer
@@ -182,13 +182,7 @@ def resolve_config(
     from rlctl.config.sources import GivenFlag
     from rlctl.methods.configuration import DEFAULT_METHOD, resolve
 
-    if params.get("steps") is not None and params.get("epochs") is not None:
-        raise InputError("--steps and --epochs both set the length of the run.", "Give one of them.")
-    if params.get("lora") == 0:
-        raise InputError(
-            f"{LORA} 0: adapters have a rank of at least 1.",
-            f"Leave {LORA} out to train all weights; --set training.lora.rank=0 replaces a rank of a file or preset.",
-        )
+    _refuse_contradictions(params)
     stored = None
     if params.get("resume"):
         from rlctl.jobs.train import values_of_run as stored
@@ -227,6 +221,17 @@ def resolve_config(
     if "max_staleness" in given and not resolved.config.samples_while_training and not elsewhere:
         raise InputError("--max-staleness applies to --async; this run generates before each step.", "Add --async.")
     return resolved
+
+
+def _refuse_contradictions(params: Mapping[str, Any]) -> None:
+    """Raise InputError for flags that contradict each other or their own value."""
+    if params.get("steps") is not None and params.get("epochs") is not None:
+        raise InputError("--steps and --epochs both set the length of the run.", "Give one of them.")
+    if params.get("lora") == 0:
+        raise InputError(
+            f"{LORA} 0: adapters have a rank of at least 1.",
+            f"Leave {LORA} out to train all weights; --set training.lora.rank=0 replaces a rank of a file or preset.",
+        )
 
 
 def require_dry_run(explain: bool, dry_run: bool) -> None:

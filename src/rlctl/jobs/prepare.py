@@ -282,18 +282,14 @@ def prepare_job(
     model, teacher = open_model(config.model, tell, copies=copies), open_teacher(config, tell, copies=copies)
     source, facts = model.source, model.facts
     method.refuse_model(source.directory)
-    if config.model.dtype == "float16" and facts.family in OVERFLOWS_IN_FLOAT16:
-        tell(f"Warning: activations of {facts.family} overflow in float16. model.dtype=bfloat16 can hold them.")
+    _tell_of_overflow(tell, config, facts)
     prompts = method.open_data(source.directory)
     resolved = _with_epochs(resolved, prompts)
     config = resolved.config
     if teacher and config.named_teacher and not method.reads_with_own_tokenizer:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
-    listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
-    opened, time = prompts.encoder.opens_thought, config.model.chat_template_time
-    scored = _scores(method, prompts)
     with bounded_wait():  # rewards are tried in processes with limits
-        rewards = mixed_rewards(listed, completion, apart=True, opened=opened, time=time) if scored else None
+        rewards = _tried_rewards(config, method, prompts, completion)
         validation = method.open_validation(prompts, source.directory)
     _require_few_images(config, prompts, validation)
     own = teacher if method.reads_with_own_tokenizer else None
@@ -312,6 +308,22 @@ def prepare_job(
     planned = resolved.with_plan(plan)
     return Job(planned, source, facts, plan, prompts, rewards, method, validation, teacher, projection,
                tuple(prompt_tokens), tuple(notes))  # fmt: skip
+
+
+def _tried_rewards(
+    config: RlctlConfig, method: Method, prompts: PromptStream, completion: str | None
+) -> Rewards | None:
+    """Return the rewards of all sources, after a trial; None where nothing is scored."""
+    if not _scores(method, prompts):
+        return None
+    sources = [(source.label, source.reward, source.prompts) for source in prompts.sources]
+    opened, time = prompts.encoder.opens_thought, config.model.chat_template_time
+    return mixed_rewards(sources, completion, apart=True, opened=opened, time=time)
+
+
+def _tell_of_overflow(tell: Tell, config: RlctlConfig, facts: ModelFacts) -> None:
+    if config.model.dtype == "float16" and facts.family in OVERFLOWS_IN_FLOAT16:
+        tell(f"Warning: activations of {facts.family} overflow in float16. model.dtype=bfloat16 can hold them.")
 
 
 def _require_few_images(

@@ -222,7 +222,6 @@ def _train(
         interrupted = steps.run(stop)
         if steps.step < job.config.run.steps:
             require_processes()
-        display.doing("stopping the processes")
         _keep_memory(run, workers, display)
         return steps.step, interrupted
 
@@ -336,6 +335,7 @@ def _uncalled(job: Job, run: RunDirectory, lines: Sequence[Metrics]) -> Iterator
 
 def _keep_memory(run: RunDirectory, workers: RunWorkers, display: Display) -> None:
     """Write what the processes held at most, for `rlctl plan --run`. Without them a run does not fail."""
+    display.doing("stopping the processes")
     try:
         write_json(run.memory, {name: group.peak_memory() for name, group in workers.groups.items()})
     except (WorkerError, OSError) as error:
