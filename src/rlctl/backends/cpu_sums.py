@@ -19,7 +19,7 @@ _usual_embedding, _usual_layer_norm = F.embedding, F.layer_norm
 
 
 def install() -> None:
-    """Make the sums of this process repeatable, and those of `F.embedding` and `F.layer_norm` wide."""
+    """Make the sums of this process repeatable, and sum gradients of `F.embedding` and `F.layer_norm` in float32."""
     # Warnings only: what has no repeatable form on a CPU (none of it is used here) still runs.
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings: Any = torch.utils.deterministic

@@ -48,7 +48,7 @@ def model_fingerprint(directory: Path, weights: Path | None = None) -> str:
     """Return a hexadecimal digest of the model: each weight file's name, size and 16 samples of 64 KiB. `weights`:
     another directory for these."""
     digest = hashlib.sha256()
-    # tokenizer.json decides where there is one; else vocabulary and merges do
+    # without tokenizer.json, vocabulary and merges decide
     others = () if (directory / "tokenizer.json").is_file() else TOKENIZER
     _add_small_files(digest, directory, (*SMALL_FILES, *others))
     weights = weights or directory

@@ -49,9 +49,7 @@ class Parameter(NamedTuple):
 
 
 FLAGS = {
-    "overrides": Parameter(
-        list[str], None, "Keys to set: rlctl's own, or those of another trainer's recipe.", "KEY=VALUE"
-    ),
+    "overrides": Parameter(list[str], None, "Keys to set: rlctl's own, or another trainer's.", "KEY=VALUE"),
     "preset": Parameter(str, None, "Preset to start from; `rlctl presets ls` lists them.", "NAME|FILE", "--preset -p"),
     "wandb": Parameter(bool, None, "Log to Weights & Biases. Combines with --tensorboard."),
     "tensorboard": Parameter(bool, None, "Log to TensorBoard. Combines with --wandb."),
@@ -70,7 +68,7 @@ FLAGS = {
     "allow_differences": Parameter(bool, None, "Run a recipe although rlctl lacks some of its settings."),
     "completion": Parameter(str, None, "With --dry-run: score this completion.", "TEXT"),
 }
-"""Every flag: those without a key here, and those of keys, whose fields declare them."""
+"""Every flag: flags without a key here, the others from the fields of their keys."""
 
 
 SHARED = (RolloutConfig, TextConfig)

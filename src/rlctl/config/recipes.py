@@ -170,7 +170,7 @@ def read_file(path: Path, what: str, registry: Registry) -> tuple[dict[str, Any]
         readers = ", ".join(one.trainer for one in registry.importers())
         raise ConfigError(
             f"{what} {path} is a {SCRIPTS[path.suffix]}, which is not read.",
-            f"Give a YAML file, with rlctl's keys or those of a recipe of {readers}. "
+            f"Give a YAML file, with rlctl's keys or a recipe of {readers}. "
             "--reward FILE.py:FUNCTION takes reward functions from a script, and --model and --data name the rest.",
         )
     return (values, found) if found or path.suffix in YAML else (read_mapping(path, what), None)

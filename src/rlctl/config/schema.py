@@ -54,7 +54,7 @@ class Schema:
 
     @functools.cached_property
     def marks(self) -> dict[str, tuple[Mark, ...]]:
-        """The facts about each key, with those of the sections around it; keys of inner sections one by one."""
+        """The facts about each key, including the facts about its sections; keys of inner sections one by one."""
         marks: dict[str, tuple[Mark, ...]] = {}
         for config in self.classes:
             for key, several in _marks_of(config, "", ()):

@@ -251,7 +251,7 @@ def _first_trained(messages: Messages, where: str, *, last: bool) -> int:
 
 
 def without_field(name: str, flag: str, record: Mapping[str, Any], where: str, forms: str = "") -> InputError:
-    """Return the error of a record that lacks a field; `flag` names another one, and `forms` are those of a row."""
+    """Return the error of a record that lacks a field; `flag` names another field, `forms` the forms of a row."""
     hint = f"Its fields are {', '.join(record) or 'none'}{f'; name the right one with {flag} NAME' if flag else ''}."
     return InputError(f"{where}: no field {name!r}.", f"{hint} {forms}".strip())
 

@@ -79,7 +79,7 @@ def from_sources(sources: Sequence[Source], config: type[Section] | None = None)
         config_class(method),
         schema=schema(),
         command=_shown(method),
-        hint=f"`rlctl config schema {method}` lists what there is.",
+        hint=f"`rlctl config schema {method}` lists its keys.",
         having=partial(_having, method),
     )
 

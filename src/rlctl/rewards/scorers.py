@@ -260,7 +260,7 @@ class RewardPlan:
     time: str | None = None
     """`model.chat_template_time`, which the chat template of a reward model writes too."""
     compares: bool = False
-    """Whether a function takes `completions`, so that its scores depend on what it is called with."""
+    """Whether a function takes `completions`, so that its scores depend on the other completions of the call."""
     variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Environment variables of the user's functions."""
 

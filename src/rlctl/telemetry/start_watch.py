@@ -38,7 +38,7 @@ _bounded_waits = 0
 
 @contextlib.contextmanager
 def bounded_wait() -> Iterator[None]:
-    """Exempt a wait that has a limit of its own, or names the process that it is for."""
+    """Exempt a wait that has a separate limit, or names the process that it is for."""
     global _bounded_waits
     _bounded_waits += 1
     try:

@@ -46,7 +46,7 @@ class HuggingFaceModel:
     """The source of the layout's params."""
     layout: Layout
     predicting: Layout
-    """Tensors that predict further tokens, of which transformers has no modules."""
+    """Tensors of multi-token prediction, which transformers has no modules for."""
 
     @property
     def world(self) -> World:

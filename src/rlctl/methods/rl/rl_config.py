@@ -136,7 +136,7 @@ class AlgorithmConfig(RolloutConfig):
             if sums:
                 raise ValueError(
                     f"{key} looks at all tokens that follow, and with environment.thinking = template a turn's tokens "
-                    "do not see those of later contexts: set environment.thinking=keep, or leave it out"
+                    "do not see later contexts: set environment.thinking=keep, or leave it out"
                 )
         return self
 
