@@ -527,7 +527,7 @@ def test_a_wait_in_which_nothing_ever_finishes_ends(make: Any, monkeypatch: pyte
         source.next(0)
 
 
-@pytest.mark.parametrize("wanted", ["next", "wait_for_samples", "state"])
+@pytest.mark.parametrize("wanted", ["next", "wait_for_samples"])
 def test_nobody_waits_for_rollouts_whose_producer_is_gone(
     make: Any, monkeypatch: pytest.MonkeyPatch, wanted: str
 ) -> None:
