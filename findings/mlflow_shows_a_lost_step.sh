@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # MLflow 3.17.2 (mlflow-skinny, SQLite store): after a resume, a metric of the run shows the value of a lost step.
 #
-# Input: a run logs steps 1 to 5, ends, and is resumed from a checkpoint of step 2; steps 3 and 4 are logged again.
+# Input: steps 1 to 5 of a run, then steps 3 and 4 again under the same run id, as a resume from a checkpoint of step 2 logs them.
 # Guess, written down first: run.data.metrics has the value that was logged last.
-# Behavior: run.data.metrics, by which search_runs filters and sorts, has the value of the largest step, 5, which no longer
+# Behavior: run.data.metrics, by which search_runs filters, has the value of the largest step, 5, which no longer
 # belongs to the run. It stays until the resumed run logs step 5 or later. The history has both values of steps 3 and 4.
 # At an equal step and an equal millisecond, the larger value stays, not the one logged last.
 # Output seen:
