@@ -20,6 +20,7 @@ from rlctl.data.chat import PromptEncoder
 from rlctl.data.control_tokens import begun, trimmed
 from rlctl.data.image_rows import with_images
 from rlctl.data.image_sources import images_of
+from rlctl.data.opened_thoughts import OpenedThought, begins_in_thought, in_opened_thoughts, squeezed
 from rlctl.data.prompt_records import (
     MESSAGES,
     THOUGHTS,
@@ -272,9 +273,8 @@ def trained_texts(
     if scored and encoder.template is not None:
         written = partial(_with_answers, headed=True)
     found = []
-    for completion in completions:
-        said = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
-        said, messages = encoder.without_end(said), encoder.messages(row)
+    messages = encoder.messages(row)
+    for said in _told(encoder, row, messages, completions, marked=marked, strict=not scored):
         read = [*messages, *_up_to_answer(said, marked=marked)]
         text = written(encoder, messages, said, row.where)
         encoder.require_written(read, row.where, answered=True)
@@ -287,6 +287,30 @@ def trained_texts(
         encoder.require_known(text.tokens_T.tolist(), row.where)
         found.append(text)
     return tuple(found)
+
+
+def _told(
+    encoder: PromptEncoder,
+    row: PromptRow,
+    prompt: Messages,
+    completions: Sequence[Completion],
+    *,
+    marked: bool = False,
+    strict: bool = True,
+) -> list[Messages]:
+    """Return the messages of completions without end tokens, behind the thought that the prompt opens where they
+    continue it: both of a pair where one does."""
+    told = [encoder.without_end(_said(one)) for one in completions]
+    if encoder.template is None:
+        return told
+    read = [_up_to_answer(one, marked=marked) for one in told]
+    begin = len(read) > 1 and any(one and begins_in_thought(encoder, prompt, one, row.where) for one in read)
+    placed = (in_opened_thoughts(encoder, prompt, one, row.where, all_begin=begin, strict=strict) for one in read)
+    return [[*one, *whole[len(one) :]] for one, whole in zip(placed, told, strict=True)]
+
+
+def _said(completion: Completion) -> Messages:
+    return [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
 
 
 def _up_to_answer(said: Messages, *, marked: bool) -> Messages:
@@ -314,13 +338,12 @@ def whole_text(encoder: PromptEncoder, row: PromptRow) -> str:
         return cast(str, row.prompt)
     encoder = encoder.telling(row)
     completions = (row.answer,) if isinstance(row.answer, str) else row.answer or ("",)
-    texts = []
-    for completion in completions:
-        said = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
-        if encoder.template is None:
-            texts.append(f"{encoder.text(row)} {said[0]['content']}")
-        else:
-            texts.append(encoder.render([*encoder.messages(row), *said], row.where, answered=True))
+    messages = encoder.messages(row)
+    told = _told(encoder, row, messages, completions, strict=False)
+    if encoder.template is None:
+        texts = [f"{encoder.text(row)} {said[0]['content']}" for said in told]
+    else:
+        texts = [encoder.render([*messages, *said], row.where, answered=True) for said in told]
     return encoder.control.shown(max(texts, key=len))
 
 
@@ -383,9 +406,9 @@ def _with_answers(
         calls = [call["function"] for call in messages[place].get("tool_calls", ())]
         said_there = [messages[place][name] for name in ("content", *THOUGHTS) if name in messages[place]]
         said_there += [word for one in calls for word in (one["name"], *arguments_of(one))]
-        if before.rstrip().endswith(THINK):  # the template has opened the thought
-            said_there = [text.lstrip().removeprefix(THINK) for text in said_there]
-        if any(_squeezed(text) not in _squeezed(answer or shared) for text in said_there):
+        if opened := OpenedThought.of(before):
+            said_there = [text.lstrip().removeprefix(opened.tag) for text in said_there]
+        if any(squeezed(text) not in squeezed(answer or shared) for text in said_there):
             raise InputError(
                 f"{where}: the chat template leaves out a part of message {place + 1}, which is to be trained on.",
                 "Give another with --chat-template, or leave the row out.",
@@ -553,7 +576,3 @@ def _end_token(encoder: PromptEncoder, where: str) -> int:
     if end is None:
         raise InputError(f"{where}: the tokenizer has no end token.", "Name one with --tokenizer.")
     return end
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())

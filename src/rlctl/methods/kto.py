@@ -71,7 +71,8 @@ class LabelRows(RowType):
         self, row: PromptRow, other: PromptRow | None, encoder: PromptEncoder, data: DataConfig, scored: bool
     ) -> tuple[TrainedText, ...]:
         assert other is not None  # `needs_another`
-        return trained_texts(encoder, replace(row, answer=(row.answer[0], other.answer[0])))
+        # one by one: a text does not depend on whether the other row's completion has a thought
+        return tuple(trained_texts(encoder, replace(row, answer=one.answer[:1]))[0] for one in (row, other))
 
 
 class KtoSettings(Section):
