@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlctl.backends import cpu_sums
+from rlctl.backends.megatron.lean import look_up
 
 TOKENS, WIDTH = 4096, 32
 
@@ -149,3 +150,13 @@ def test_operations_with_equal_places_give_the_same_bits_under_one_two_and_four_
     assert [name for name, bits in by_threads[0].items() if len(bits) > 1] == []
     assert by_threads[1] == by_threads[0]
     assert by_threads[2] == by_threads[0]
+
+
+def test_rows_of_an_embedding_may_be_changed_in_place(installed: None) -> None:
+    """Megatron-Core's vocabulary parallel embedding sets the rows of other ranks to 0 (0.16.1)."""
+    weight = nn.Parameter(torch.randn(8, 4, dtype=torch.bfloat16))
+    weight.main_grad = torch.zeros(8, 4)  # type: ignore[attr-defined]
+    rows = look_up(torch.tensor([[1, 2, 1]]), weight)
+    rows[torch.tensor([[False, True, False]]), :] = 0.0
+    rows.backward(torch.ones_like(rows))
+    assert weight.main_grad[:3].sum(1).tolist() == [0.0, 8.0, 0.0]  # type: ignore[attr-defined]

@@ -12,7 +12,6 @@ import pytest
 from rlctl.data.gym_questions import GymQuestions
 from rlctl.data.prompt_rows import GymTask
 from rlctl.data.prompts import build_task, open_prompts
-from rlctl.errors import RlctlError
 from rlctl.settings.data import DataConfig
 
 SHOWN = """
@@ -53,10 +52,10 @@ def test_the_identity_of_a_task_covers_its_questions(monkeypatch: pytest.MonkeyP
     assert {key for key in now if now[key] != then[key]} == {"contents"}
 
 
-def test_a_question_that_cannot_be_made_is_named() -> None:
+def test_questions_go_on_after_the_end_of_their_process() -> None:
     task = GymTask("chain_sum", {"seed": 3, "size": 4})
     questions, dataset = GymQuestions(task, 4), build_task(task)
     assert [questions[i] for i in (2, 0, 2)] == [dataset[i] for i in (2, 0, 2)]
     questions._process.kill()
-    with pytest.raises(RlctlError, match="'chain_sum' made no question 3: its process has ended"):
-        questions[3]
+    questions._process.wait()  # as at the end of a Ray session, which ends the processes of the driver
+    assert questions[3] == dataset[3]

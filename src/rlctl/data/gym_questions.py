@@ -6,6 +6,7 @@ questions follow from PYTHONHASHSEED, which Python reads at its start and draws 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -36,6 +37,10 @@ class GymQuestions:
 
     def __init__(self, task: GymTask, size: int) -> None:
         self._task, self._size, self._lock = task, size, threading.Lock()
+        self._start()
+        self._kept = lru_cache(KEPT)(self._ask)
+
+    def _start(self) -> None:
         reading, writing = os.pipe()
         self._process = subprocess.Popen(
             module_command(__name__, writing),
@@ -47,8 +52,7 @@ class GymQuestions:
         os.close(writing)
         self._answers = os.fdopen(reading, "rb")
         weakref.finalize(self, _end, self._process, self._answers)
-        self._send(task)
-        self._kept = lru_cache(KEPT)(self._ask)
+        self._send(self._task)
 
     def __len__(self) -> int:
         return self._size
@@ -66,6 +70,8 @@ class GymQuestions:
             pass  # reading says why
 
     def _ask(self, index: int) -> dict[str, Any]:
+        if self._process.poll() is not None:  # the end of a Ray session ends all processes of the driver
+            self._start()
         self._send(index)
         try:
             question, error = pickle.load(self._answers)
@@ -80,7 +86,8 @@ def _end(process: subprocess.Popen[bytes], answers: Any) -> None:
     assert process.stdin is not None  # it is a pipe
     process.kill()
     process.wait()
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # bytes that an ended process has not read
+        process.stdin.close()
     answers.close()
 
 

@@ -40,7 +40,8 @@ class LookedUp(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.weight = weight
-        return F.embedding(ids, weight)
+        # Detached: else `cpu_sums` returns a view, which Megatron's vocabulary parallel layer must not change.
+        return F.embedding(ids, weight.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[None, Tensor | None]:
