@@ -536,12 +536,16 @@ def test_nobody_waits_for_rollouts_whose_producer_is_gone(
 
     source, _, _ = make("wait", max_staleness=0, sections=SOON_LATE)
     source.next(0)
+    trained = source.state()["trained"]
     monkeypatch.setattr(asynchronous, "MARGIN_S", 0.0)
     monkeypatch.setattr(asynchronous, "first_done", gone)
     asked = [lambda: source.next(1)] + [getattr(source, wanted)] * (wanted != "next")
     for ask in asked:
         with pytest.raises(RuntimeError, match="the thread is gone"):
             ask()
+    # The last step can still be saved: two prompts a step, so a resume asks for positions 2 and 3 again.
+    state = source.state()
+    assert (state["trained"], state["under_way"], state["finished"]) == (trained, [[2, 3]], [])
 
 
 def test_what_the_driver_holds_does_not_grow_with_the_run(make: Any) -> None:
