@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.backends.packing import plan_batch
+from rlctl.backends.batching.packing import plan_batch
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.methods.rl.grpo import Grpo

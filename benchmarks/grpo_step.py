@@ -129,7 +129,7 @@ class Peer:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from rlctl.jobs.prepare import prepare_job
+        from rlctl.preparation.prepare import prepare_job
         from rlctl.vector_math import warm_up
 
         torch.set_num_threads(threads)
@@ -256,7 +256,7 @@ def made_environment(place: Path) -> str:
 def measure_trl(model: Path, shape: Shape, args: argparse.Namespace, python: str) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
-    from rlctl.jobs.prepare import prepare_job
+    from rlctl.preparation.prepare import prepare_job
 
     config = resolved(model, shape, args.steps)
     prompts, tokenizer = prepare_job(config).prompts, AutoTokenizer.from_pretrained(model)
@@ -309,7 +309,7 @@ def products_seconds(
 
 def sources(model: Path, shape: Shape, steps: int, threads: int) -> dict[str, Any]:
     """Take each source of a step's speed away, or add it, alone."""
-    from rlctl.jobs.cpu_format import has_instructions
+    from rlctl.preparation.cpu_format import has_instructions
 
     found: dict[str, Any] = {}
     for name, settings in SOURCES.items():
@@ -360,7 +360,7 @@ def main() -> None:
         run_trl(args.in_trl)
         return
     if args.model is None:
-        from rlctl.jobs.laptop_model import fetch
+        from rlctl.preparation.laptop_model import fetch
 
         args.model = fetch(lambda text: print(text, file=sys.stderr))
     if args.steps < 2:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.batch import LossOutput, TokenBatch
+from rlctl.backends.batching.batch import LossOutput, TokenBatch
 from rlctl.backends.lookup import policy_backend
 from rlctl.cluster.workers import imported
 from rlctl.models.facts import ModelFacts

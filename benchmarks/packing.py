@@ -34,8 +34,8 @@ from typing import Any
 import numpy as np
 from one_process import PolicyGradient, facts_of, policy
 
-from rlctl.backends.batch import BatchShard, WeightedRollout
-from rlctl.backends.packing import plan_batch, row_tokens
+from rlctl.backends.batching.batch import BatchShard, WeightedRollout
+from rlctl.backends.batching.packing import plan_batch, row_tokens
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts

@@ -20,12 +20,12 @@ from typing import Any
 import yaml
 
 from rlctl.errors import NoPlanError, RlctlError
-from rlctl.jobs.prepare import shown_plan
 from rlctl.methods.configuration import resolve
 from rlctl.planner.inputs.constants import DEFAULTS, FITTED, RESOLUTION, Constants
 from rlctl.planner.make_plan import make_plan
 from rlctl.planner.result import Plan
 from rlctl.planner.search.feasible_plans import repriced
+from rlctl.preparation.prepare import shown_plan
 from rlctl.telemetry.phases import Phase
 
 PHASES = {

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlctl.errors import RlctlError
-from rlctl.jobs.open_model import published_facts, published_teacher
-from rlctl.jobs.prepare import check_plan, checked_method
 from rlctl.methods.configuration import resolve
+from rlctl.preparation.open_model import published_facts, published_teacher
+from rlctl.preparation.prepare import check_plan, checked_method
 from rlctl.recipes.nemo_rl import NemoRl
 from rlctl.recipes.nemo_rl.mapping_rules import of_images, sound_or_video
 from rlctl.recipes.nemo_rl.recipe import leaves_of, read_recipe

@@ -23,9 +23,9 @@ from rlctl.cluster.placement import Placement
 from rlctl.cluster.ray_session import ray_session
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.parallel import ParallelSpec
-from rlctl.jobs.run_workers import ENGINE_PROCESS
 from rlctl.methods.configuration import resolve
 from rlctl.models.facts import ModelFacts
+from rlctl.preparation.run_workers import ENGINE_PROCESS
 from rlctl.refit.session import Receive, RefitSession
 from rlctl.refit.synthetic import SyntheticSender
 from rlctl.refit.weight_sender import WeightSender

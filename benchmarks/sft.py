@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from one_process import policy
 
-from rlctl.backends.packing import plan_batch
+from rlctl.backends.batching.packing import plan_batch
 from rlctl.backends.policy_rank import PolicyRank
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow

@@ -32,8 +32,8 @@ PARTS = ("data", "ray", "engine", "policy", "whole")
 
 def job_of_run() -> Any:
     """Prepare the run as its command does."""
-    from rlctl.jobs.prepare import prepare_job
     from rlctl.methods.configuration import resolve
+    from rlctl.preparation.prepare import prepare_job
 
     return prepare_job(resolve("laptop", flags=RUN), starts=lambda config, plan, workers: None)
 
@@ -57,7 +57,7 @@ def processes(*, policy: bool) -> float:
     """Start the processes of the policy or of the engines alone, on a session that is there."""
     from rlctl.checkpoints.conversion.prepared_model import prepared
     from rlctl.cluster.ray_session import ray_session
-    from rlctl.jobs.run_workers import start_engines, start_run_workers
+    from rlctl.preparation.run_workers import start_engines, start_run_workers
 
     job = job_of_run()
     job = replace(job, source=prepared(job.source, job.dtype, 1, lambda text: None))

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from one_process import PolicyGradient, peak_bytes, policy
 
-from rlctl.backends.batch import WeightedRollout
-from rlctl.backends.packing import BatchPlan, plan_batch
+from rlctl.backends.batching.batch import WeightedRollout
+from rlctl.backends.batching.packing import BatchPlan, plan_batch
 from rlctl.backends.policy_rank import PolicyRank
 from rlctl.data.rollouts import RolloutColumns
 

@@ -135,7 +135,7 @@ def main() -> None:
     if not args.trl_python:
         parser.error("--trl-python names the python of an environment with TRL")
     if args.model is None:
-        from rlctl.jobs.laptop_model import fetch
+        from rlctl.preparation.laptop_model import fetch
 
         args.model = fetch(lambda text: print(text, file=sys.stderr))
     losses: dict[str, dict[str, list[float]]] = {}

@@ -39,10 +39,10 @@ from rlctl.cluster.ray_session import fetch as fetched
 from rlctl.cluster.ray_session import ray_session
 from rlctl.config.files import temporary_folder
 from rlctl.environments.interface import Message, Step
-from rlctl.jobs.laptop_model import fetch
 from rlctl.jobs.rollout import EpisodesJob, episodes_job
-from rlctl.jobs.run_workers import start_engines
 from rlctl.methods.configuration import resolve
+from rlctl.preparation.laptop_model import fetch
+from rlctl.preparation.run_workers import start_engines
 from rlctl.rollouts.environment_play import EnvironmentPlay, Player
 from rlctl.rollouts.episodes import Episode
 from rlctl.rollouts.source import sample_seed

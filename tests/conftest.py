@@ -28,7 +28,7 @@ os.environ.update(
     }
 )
 
-from rlctl.jobs.tiny_model import write_tiny_family
+from rlctl.tiny_models.text import write_tiny_family
 from rlctl.vector_math import warm_up
 from support.forked_workers import started_anew
 

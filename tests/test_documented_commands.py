@@ -24,9 +24,9 @@ from rlctl import cli
 from rlctl.cli import load_command, run
 from rlctl.commands.output import JsonMode
 from rlctl.data.prompt_rows import PromptSource
-from rlctl.jobs.tiny_model import write_tiny_family
 from rlctl.rewards.scorers import RewardPlan
 from rlctl.telemetry.metrics import read_metrics
+from rlctl.tiny_models.text import write_tiny_family
 from support.runs import REWARD, TASK
 
 ROOT = Path(__file__).parents[1]
@@ -230,7 +230,7 @@ def test_commands_that_train_or_sample(
     monkeypatch.setattr("rlctl.rewards.reward_plan.tried", untried)
     monkeypatch.setattr("rlctl.training.user_loss.call_in_child", lambda *_, **__: ())
     monkeypatch.setattr(
-        "rlctl.jobs.prepare.wanted_loggers", lambda run, tell, optional: ()
+        "rlctl.preparation.prepare.wanted_loggers", lambda run, tell, optional: ()
     )  # packages that need not be there
     if not re.search("--preset (laptop|run)", command):  # for GPUs, and planned from the catalog
         monkeypatch.setenv("RLCTL_MODEL__NAME", "Qwen/Qwen3-8B")
@@ -284,7 +284,7 @@ def test_first_prompts(
     """The first prompt of a command asks what its data or environment asks, and nothing else."""
     monkeypatch.setattr("rlctl.rewards.reward_plan.tried", untried)
     monkeypatch.setattr("rlctl.training.user_loss.call_in_child", lambda *_, **__: ())
-    monkeypatch.setattr("rlctl.jobs.prepare.wanted_loggers", lambda run, tell, optional: ())
+    monkeypatch.setattr("rlctl.preparation.prepare.wanted_loggers", lambda run, tell, optional: ())
     write_tiny_family(place / "long-model", max_position_embeddings=40960)
     words = [str(place / "long-model") if re.match("(Qwen|meta-llama|HuggingFaceTB)/", w) else w
              for w in shlex.split(command)]  # fmt: skip

@@ -13,7 +13,8 @@ API = {
     "load_config": "rlctl.api", "plan": "rlctl.api", "train": "rlctl.api", "generate": "rlctl.api",
     "evaluate": "rlctl.api", "read_metrics": "rlctl.api", "Loop": "rlctl.training.loop",
     "Algorithm": "rlctl.methods.rl.algorithm", "Method": "rlctl.training.method", "Metric": "rlctl.telemetry.metrics",
-    "TokenBatch": "rlctl.backends.batch", "RolloutSource": "rlctl.rollouts.source", "register_algorithm": "rlctl.api",
+    "TokenBatch": "rlctl.backends.batching.batch", "RolloutSource": "rlctl.rollouts.source",
+    "register_algorithm": "rlctl.api",
     "register_backend": "rlctl.backends.lookup", "RlctlError": "rlctl.errors",
 }  # fmt: skip
 """The names of the Python API, and the module of each."""

@@ -5,7 +5,7 @@ from rlctl.api import plan as plan
 from rlctl.api import read_metrics as read_metrics
 from rlctl.api import register_algorithm as register_algorithm
 from rlctl.api import train as train
-from rlctl.backends.batch import TokenBatch as TokenBatch
+from rlctl.backends.batching.batch import TokenBatch as TokenBatch
 from rlctl.backends.lookup import register_backend as register_backend
 from rlctl.errors import RlctlError as RlctlError
 from rlctl.methods.rl.algorithm import Algorithm as Algorithm

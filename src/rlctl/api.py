@@ -49,7 +49,7 @@ def plan(config: Resolved) -> Plan:
     `plan.config_values()` are the keys that it decides, `plan.seconds` and `plan.total_s` the predicted step. Raises
     NoPlanError when nothing fits.
     """
-    from rlctl.jobs.prepare import shown_plan
+    from rlctl.preparation.prepare import shown_plan
 
     with installed_engines():
         return shown_plan(config, 0, tell)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.batch import TrainBatch, WeightedRollout
+from rlctl.backends.batching.batch import TrainBatch, WeightedRollout
 from rlctl.backends.clients import PolicyClient, Teacher
 from rlctl.config.parallel import ParallelSpec
 from rlctl.settings.training import TrainingConfig

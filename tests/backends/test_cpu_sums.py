@@ -84,7 +84,7 @@ CODE = """
 import hashlib, json, sys, torch
 from rlctl.backends import cpu_sums
 from rlctl.backends.logprobs import ProjectedProbs, TokenLogprobs, VocabPart
-from rlctl.backends.packed_rows import VocabProjection
+from rlctl.backends.batching.packed_rows import VocabProjection
 
 torch.set_num_threads(int(sys.argv[1]))
 cpu_sums.install()

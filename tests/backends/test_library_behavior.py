@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlctl.backends.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedRollout
+from rlctl.backends.batching.packed_rows import build_row
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
-from rlctl.backends.packed_rows import build_row
 from rlctl.checkpoints.hf.transformers_model import computed_buffers
 from rlctl.data.rollouts import RolloutColumns
 

@@ -15,9 +15,9 @@ import torch
 
 import rlctl.backends.logprobs as logprobs
 from rlctl.backends.base import Teaching
+from rlctl.backends.batching.packed_rows import VocabProjection
 from rlctl.backends.logprobs import VocabPart, chunked_logprobs, top_tokens
 from rlctl.backends.messages import Truncation
-from rlctl.backends.packed_rows import VocabProjection
 
 ALONE = VocabPart(SimpleNamespace(size=lambda: 1))
 POSITIONS, WIDTH, TOKENS = 11, 6, 17

@@ -20,12 +20,12 @@ from rlctl.backends.lookup import (
 from rlctl.cluster.workers import imported
 from rlctl.errors import ConfigError
 from rlctl.jobs.backend_arguments import BackendArguments
-from rlctl.jobs.run_workers import planned_workers
 from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.make_plan import refuse_unrunnable
+from rlctl.preparation.run_workers import planned_workers
 from rlctl.refit.weight_sender import policy_process
 from rlctl.weights import hf
 from rlctl.weights.transfer_plan import SingleWorld

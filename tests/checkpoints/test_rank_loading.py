@@ -14,9 +14,9 @@ from rlctl.checkpoints.hf.hf_model import read_config
 from rlctl.checkpoints.rank_loading import load_rank
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import InputError
-from rlctl.jobs.tiny_model import write_tiny_family
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config
+from rlctl.tiny_models.text import write_tiny_family
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.plan_execution import dtype_of
 

@@ -11,7 +11,7 @@ import pytest
 from rlctl import cli
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.checkpoints.model_source import resolve_model
-from rlctl.jobs.open_model import find_model
+from rlctl.preparation.open_model import find_model
 from support.multimodal_models import write_multimodal
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rlctl.jobs.refit_test import refit_test_job, refit_workers
-from rlctl.jobs.run_workers import start_run_workers
-from rlctl.jobs.tiny_model import write_tiny_family
 from rlctl.methods.configuration import resolve
+from rlctl.preparation.run_workers import start_run_workers
+from rlctl.tiny_models.text import write_tiny_family
 from support.commands import Run
 
 MEAN, MOST = 1e-5, 1e-4  # float32 on both sides

@@ -10,9 +10,9 @@ import pytest
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
 from rlctl.commands.refit_test import text_of
 from rlctl.jobs.refit_report import NOT_COMPARED, RefitTestReport
-from rlctl.jobs.tiny_model import VOCAB_SIZE, write_tokenizer
 from rlctl.refit.records import RefitReport
 from rlctl.refit.verify import TensorComparison
+from rlctl.tiny_models.text import VOCAB_SIZE, write_tokenizer
 from support.commands import Run
 
 KEYS = {

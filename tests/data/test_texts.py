@@ -17,9 +17,9 @@ from rlctl.data.prompts import open_prompts
 from rlctl.data.row_types import PairRows, RowType, TextRows
 from rlctl.data.texts import TrainedText, trained_texts, whole_text
 from rlctl.errors import InputError
-from rlctl.jobs.tiny_model import CHAT_TEMPLATE
 from rlctl.methods.kto import LabelRows
 from rlctl.settings.data import DataConfig, ModelConfig, TextDataConfig
+from rlctl.tiny_models.text import CHAT_TEMPLATE
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

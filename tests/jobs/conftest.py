@@ -1,21 +1,13 @@
-"""Whole runs that several files of this folder look at, and how to make one in the process of the tests."""
+"""Whole runs that several files of this folder read."""
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from support.commands import Run
 from support.runs import command, finish
-
-
-@pytest.fixture
-def here(run_here: Run) -> Callable[[list[str]], subprocess.CompletedProcess[str]]:
-    """As `finish`, in the process of the tests."""
-    return lambda arguments: run_here(*arguments[1:])
 
 
 @pytest.fixture(scope="session")

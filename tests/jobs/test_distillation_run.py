@@ -10,8 +10,8 @@ from statistics import fmean
 import pytest
 
 from rlctl.errors import InputError
-from rlctl.jobs.tiny_model import write_tiny_family
 from rlctl.telemetry.metrics import read_metrics
+from rlctl.tiny_models.text import write_tiny_family
 from support.commands import Run
 from support.runs import cut_after
 

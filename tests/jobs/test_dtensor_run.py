@@ -12,7 +12,7 @@ import pytest
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
-from rlctl.jobs.tiny_model import VOCAB_SIZE, write_tiny_family, write_tokenizer
+from rlctl.tiny_models.text import VOCAB_SIZE, write_tiny_family, write_tokenizer
 from support.runs import STEPS, command, results, resume, same_run
 
 

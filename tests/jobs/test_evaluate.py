@@ -16,11 +16,11 @@ from rlctl.config.load import Resolved
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError
 from rlctl.jobs.evaluate import Encoded, Evaluation, candidates, evaluation, open_task
-from rlctl.jobs.tiny_model import write_tiny_family
 from rlctl.methods.configuration import resolve
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase
+from rlctl.tiny_models.text import write_tiny_family
 from support.commands import Run
 from support.metric_lines import without_timing
 from support.runs import command, resume

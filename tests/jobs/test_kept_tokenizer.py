@@ -13,8 +13,8 @@ from rlctl.checkpoints.conversion.run_tokenizer import take_tokenizer_of_run
 from rlctl.checkpoints.hf.hf_files import copy_companions
 from rlctl.checkpoints.megatron.megatron_directory import RUN_TOKENIZER, MegatronDirectory
 from rlctl.jobs.kept_tokenizer import keep_tokenizer
-from rlctl.jobs.prepare import Job, prepare_job
 from rlctl.methods.configuration import resolve
+from rlctl.preparation.prepare import Job, prepare_job
 from rlctl.runs.directory import RunDirectory
 
 OWN = (

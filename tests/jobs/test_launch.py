@@ -19,9 +19,9 @@ from rlctl.cluster.ray_session import BesideSession
 from rlctl.config.files import write_json
 from rlctl.errors import ConfigError, InputError
 from rlctl.jobs.dry_run import about
-from rlctl.jobs.prepare import Job, prepare_job
 from rlctl.jobs.train import continued, resumed_job, unused_place
 from rlctl.methods.configuration import resolve
+from rlctl.preparation.prepare import Job, prepare_job
 from rlctl.runs.directory import MANIFEST, RunDirectory
 from rlctl.telemetry.metrics import read_metrics
 
@@ -99,7 +99,7 @@ def train(model: Path, *more: str) -> list[str]:
 )
 def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, code, said):
     monkeypatch.setattr("rlctl.planner.from_config.local_gpus", list)
-    monkeypatch.setattr("rlctl.jobs.prepare.local_gpus", list)
+    monkeypatch.setattr("rlctl.preparation.prepare.local_gpus", list)
     if "--preset" in more:
         more = [*more, "--gpu", "auto"]
     assert run(train(tiny_llama, *more)) == code
@@ -128,7 +128,7 @@ def test_ray_begins_to_start_once_the_plan_is_checked_and_before_data_is_read(
     torch begin with it, the one that takes longest first."""
     asked: list[Any] = []
     monkeypatch.setattr("rlctl.planner.from_config.local_gpus", list)
-    monkeypatch.setattr("rlctl.jobs.prepare.local_gpus", list)
+    monkeypatch.setattr("rlctl.preparation.prepare.local_gpus", list)
     monkeypatch.setattr(
         BesideSession,
         "begin",
@@ -186,7 +186,7 @@ def test_a_dry_run_of_several_sources_shows_each_with_its_share_and_reward(files
     ],
 )
 def test_names_and_plan_are_looked_at_before_data_and_tokenizer(files, tiny_llama, capsys, monkeypatch, more, said):
-    monkeypatch.setattr("rlctl.jobs.prepare.PromptStream.open", lambda *_: pytest.fail("the data was opened"))
+    monkeypatch.setattr("rlctl.preparation.prepare.PromptStream.open", lambda *_: pytest.fail("the data was opened"))
     assert run(train(tiny_llama, *more)) == 2
     assert said in capsys.readouterr().err
 

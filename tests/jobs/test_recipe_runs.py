@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlctl.jobs.tiny_model import write_tiny_family
+from rlctl.tiny_models.text import write_tiny_family
 from rlctl.training.agreement import LIMITS
 from support.runs import REWARD, TASK, results
 

@@ -14,7 +14,7 @@ import pytest
 
 from rlctl import cli
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
-from rlctl.jobs.tiny_model import write_tiny_family
+from rlctl.tiny_models.text import write_tiny_family
 from support.runs import (
     LIMIT_S,
     ROLLOUTS,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.jobs.tiny_model import write_tiny_family
 from rlctl.rewards.reward_model_scorer import ModelScorer
 from rlctl.telemetry.metrics import read_metrics
+from rlctl.tiny_models.text import write_tiny_family
 from support.commands import Run
 from support.metric_lines import without_timing
 from support.runs import cut_after

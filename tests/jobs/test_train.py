@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from rlctl.cluster.session_files import family_shared_memory
-from rlctl.jobs.run_comparison import compare_memory, compare_run
 from rlctl.methods.rl.grpo import Grpo
+from rlctl.report.run_comparison import compare_memory, compare_run
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase
 from rlctl.training.agreement import LIMITS

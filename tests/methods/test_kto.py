@@ -9,7 +9,7 @@ import cloudpickle
 import pytest
 import torch
 
-from rlctl.backends.batch import MinibatchResult, TokenBatch
+from rlctl.backends.batching.batch import MinibatchResult, TokenBatch
 from rlctl.errors import ConfigError
 from rlctl.methods.configuration import resolve
 from rlctl.methods.kto import Kto

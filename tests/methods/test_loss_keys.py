@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batching.batch import TokenBatch
 from rlctl.errors import ConfigError, InputError
 from rlctl.isolation.user_function import UserCode
 from rlctl.methods.available import ALGORITHMS, METHODS, config_class, defaults_of, method_from_config

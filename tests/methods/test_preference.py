@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.backends.batch import MinibatchResult, TokenBatch
+from rlctl.backends.batching.batch import MinibatchResult, TokenBatch
 from rlctl.errors import ConfigError
 from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve

@@ -9,12 +9,12 @@ import pytest
 from rlctl.backends.vllm.args import refuse_unsupported
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError, InputError
-from rlctl.jobs.open_model import published_facts
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
 from rlctl.models.constraints import family_problem, fsdp_problems
 from rlctl.models.facts import ListedTensor, VisionFacts
 from rlctl.models.vision import VISION_FAMILIES, vision_family
+from rlctl.preparation.open_model import published_facts
 from rlctl.settings.data import ModelConfig
 
 

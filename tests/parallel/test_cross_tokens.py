@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.base import Teaching
-from rlctl.backends.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedRollout
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.cross_tokens import Projection

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from rlctl.backends.batching.packed_rows import PackedRow
 from rlctl.backends.clients import only_result
 from rlctl.backends.dtensor.model import require_causal
 from rlctl.backends.dtensor.optimizer import build_optimizer
-from rlctl.backends.packed_rows import PackedRow
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory

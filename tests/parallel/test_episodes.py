@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.backends.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedRollout
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns

@@ -18,7 +18,7 @@ from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.checkpoints.megatron.megatron_model import open_megatron_model
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import InputError
-from rlctl.jobs.open_model import find_model
+from rlctl.preparation.open_model import find_model
 from support.lora_cases import LORA, expected, megatron_adapters, merge, policy_of, run_adapters, run_saved
 from support.parallel_cases import Case, assemble, model_of, of_modules
 from support.pool import Pools, Published, slowly

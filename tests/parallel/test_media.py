@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.backends.batch import MinibatchResult
+from rlctl.backends.batching.batch import MinibatchResult
+from rlctl.backends.batching.packing import plan_batch
 from rlctl.backends.clients import only_result
-from rlctl.backends.packing import plan_batch
 from rlctl.config.parallel import ParallelSpec
 from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.backends.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedRollout
 from rlctl.checkpoints.conversion.prepared_model import body_of
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.config.parallel import ParallelSpec

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.backends.batch import MinibatchResult, TrainBatch
+from rlctl.backends.batching.batch import MinibatchResult, TrainBatch
+from rlctl.backends.batching.packing import plan_batch
 from rlctl.backends.clients import only_result
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.dtensor.worker import DTensorWorker
-from rlctl.backends.packing import plan_batch
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import TrainedText

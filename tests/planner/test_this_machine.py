@@ -14,7 +14,6 @@ from rlctl.doctor.finding import Check
 from rlctl.doctor.gpus import Gpu, check_driver, check_gpus, check_other_programs, check_whole, list_gpus
 from rlctl.doctor.network import NodeFacts, compare_memory
 from rlctl.errors import ConfigError, MachineError, NoPlanError
-from rlctl.jobs.run_workers import planned_workers, policy_environment
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
@@ -23,6 +22,7 @@ from rlctl.planner.from_config import cluster_from_config
 from rlctl.planner.inputs import cluster
 from rlctl.planner.inputs.cluster import GIB, device_named, granted_memory, match_device
 from rlctl.planner.views.render import plan_json, plan_text
+from rlctl.preparation.run_workers import planned_workers, policy_environment
 from rlctl.settings.training import TrainingConfig
 from rlctl.telemetry.phases import Phase
 from support.plans import plan_of

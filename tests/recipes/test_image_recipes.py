@@ -15,12 +15,12 @@ from rlctl.data.image_rows import holds_images
 from rlctl.data.image_sources import MARK, images_of
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import AbsentError, ConfigError, InputError
-from rlctl.jobs.open_model import published_facts
-from rlctl.jobs.prepare import check_plan, checked_method
-from rlctl.jobs.tiny_vision import square
 from rlctl.methods.configuration import resolve
+from rlctl.preparation.open_model import published_facts
+from rlctl.preparation.prepare import check_plan, checked_method
 from rlctl.recipes.nemo_rl.recipe import import_recipe
 from rlctl.settings.data import DataConfig
+from rlctl.tiny_models.vision import square
 from support.image_recipes import IMAGE_RECIPES, write_image_recipe
 
 WITH_IMAGES = [name for name, asked in IMAGE_RECIPES.items() if "refused" not in asked]

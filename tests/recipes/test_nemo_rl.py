@@ -23,13 +23,13 @@ from rlctl.config.sources import Source
 from rlctl.data.prompts import open_prompts
 from rlctl.data.templates import PromptTemplate
 from rlctl.errors import ConfigError, InputError
-from rlctl.jobs.open_model import published_facts
-from rlctl.jobs.prepare import loggers_of
 from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import from_sources, registry, resolve
 from rlctl.methods.rl.advantages import overlong_penalty
 from rlctl.methods.rl.algorithm import refuse_async
 from rlctl.models.catalog import lookup
+from rlctl.preparation.open_model import published_facts
+from rlctl.preparation.prepare import loggers_of
 from rlctl.recipes.hydra import Override
 from rlctl.recipes.nemo_rl import NemoRl
 from rlctl.recipes.nemo_rl.mapping_rules import MEGATRON

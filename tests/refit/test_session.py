@@ -11,7 +11,7 @@ import pytest
 from ray import cloudpickle
 
 from rlctl.backends.base import EngineWorker, EpisodeWorker, PolicySpec
-from rlctl.backends.batch import LogprobStats
+from rlctl.backends.batching.batch import LogprobStats
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.messages import Sampling
 from rlctl.backends.vllm.engine import VllmEngine

@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from rlctl.backends.base import EngineSpec, EpisodeWorker
-from rlctl.backends.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedRollout
+from rlctl.backends.batching.packed_rows import build_row
 from rlctl.backends.messages import GroupRequest, SampleResult, Sampling, attached
-from rlctl.backends.packed_rows import build_row
 from rlctl.cluster.ray_session import fetch, put
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_records import row_from_record

@@ -16,13 +16,13 @@ from rlctl.data.images import ImageProcessor
 from rlctl.data.prompt_records import row_from_record
 from rlctl.errors import InputError
 from rlctl.jobs.dry_run import FirstLook
-from rlctl.jobs.prepare import prepare_job
 from rlctl.jobs.rollout import EpisodesJob, episodes_job
 from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.vision_tower import image_share
+from rlctl.preparation.prepare import prepare_job
 from rlctl.rollouts.environment_play import EnvironmentPlay
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.validation import ValidationSet

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlctl.jobs.tiny_model import write_tiny_family
+from rlctl.tiny_models.text import write_tiny_family
 
 
 def chat(*, user: str, assistant: str, begin: str, tool: str | None, first: str = "", tools: str = "") -> str:

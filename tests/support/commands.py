@@ -33,3 +33,9 @@ def run_here(placement: Any, capfd: pytest.CaptureFixture[str]) -> Run:
     """Runs `rlctl` with the given arguments; returns the exit code and what was printed."""
 
     return lambda *arguments: subprocess.CompletedProcess(arguments, *rlctl(capfd, *arguments))
+
+
+@pytest.fixture
+def here(run_here: Run) -> Callable[[list[str]], subprocess.CompletedProcess[str]]:
+    """Run a command line in the process of the tests; the first argument is the program."""
+    return lambda arguments: run_here(*arguments[1:])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.base import CriticSpec
-from rlctl.backends.batch import MinibatchResult, WeightedRollout
+from rlctl.backends.batching.batch import MinibatchResult, WeightedRollout
 from rlctl.backends.clients import only_result
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.dtensor.worker import HEAD as MODULE_HEAD

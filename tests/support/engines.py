@@ -11,7 +11,7 @@ import pytest
 
 from rlctl.backends.base import EpisodeWorker
 from rlctl.cluster.workers import PendingCall
-from rlctl.jobs.run_workers import ENGINE_PROCESS
+from rlctl.preparation.run_workers import ENGINE_PROCESS
 
 START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0

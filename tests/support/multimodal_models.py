@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rlctl.config.files import write_json
-from rlctl.jobs.tiny_model import VOCAB_SIZE, write_tokenizer
+from rlctl.tiny_models.text import VOCAB_SIZE, write_tokenizer
 from support.family_models import GEMMA_ROPE, MOE, WINDOW
 
 TEXT = {

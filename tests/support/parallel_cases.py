@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlctl.backends.base import Dtype, PolicySpec
-from rlctl.backends.batch import (
+from rlctl.backends.batching.batch import (
     LogprobColumn,
     LogprobStats,
     LossOutput,
@@ -26,13 +26,13 @@ from rlctl.backends.batch import (
     TokenBatch,
     WeightedRollout,
 )
+from rlctl.backends.batching.packing import BatchPlan, plan_batch
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.backends.megatron.lora import core_of
 from rlctl.backends.megatron.optimizer import inner_optimizers
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.messages import Truncation
-from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.methods.rl.grpo import Grpo
@@ -520,7 +520,7 @@ def run_logprobs(rank: int, case: Case, weights: dict[str, Tensor], batches: lis
 
 def run_tree_limits(rank: int, case: Case, weights: dict[str, Tensor], batch: Batch, limits: list[int]) -> list[Piece]:
     """The case with units of up to each of `limits` tokens attended in one masked square."""
-    from rlctl.backends import row_attention
+    from rlctl.backends.batching import row_attention
 
     usual, found = row_attention.TREE_TOKENS, []
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedRollout
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
@@ -108,7 +108,7 @@ def _places(micro: list[WeightedRollout], row: Any, parallel: ParallelSpec) -> l
     """(index among this rank's tokens, (group, row), position) of every token of a completion."""
     from megatron.core import parallel_state as ps
 
-    from rlctl.backends.context_parallel import zigzag
+    from rlctl.backends.batching.context_parallel import zigzag
 
     rollouts = iter(micro)
     found = []

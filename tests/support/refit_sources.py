@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlctl.backends.base import WeightSource
-from rlctl.backends.batch import BatchShard, Fetch, LogprobStats
+from rlctl.backends.batching.batch import BatchShard, Fetch, LogprobStats
 from rlctl.backends.messages import Sampling
 from rlctl.refit.policy_side import RefitSender
 from rlctl.refit.records import SenderSetup, Sent

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.backends.base import Teaching
-from rlctl.backends.batch import GroupLogprobs, MicroBatchLoss, WeightedRollout
+from rlctl.backends.batching.batch import GroupLogprobs, MicroBatchLoss, WeightedRollout
 from rlctl.data.cross_tokens import Projection
 from rlctl.models.facts import ModelFacts
 from support.parallel_cases import Batch, Case, Model, Piece, gather_gradients, load_batch, make_worker, pieces

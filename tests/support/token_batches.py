@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batching.batch import TokenBatch
 
 
 def f64(values: list[float]) -> torch.Tensor:

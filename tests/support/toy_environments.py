@@ -257,6 +257,6 @@ class Drawing(Counting):
 
 
 def _shown(color: str, size: tuple[int, int]) -> dict[str, Any]:
-    from rlctl.jobs.tiny_vision import square
+    from rlctl.tiny_models.vision import square
 
     return {"type": "image", "image": square(color, size)}

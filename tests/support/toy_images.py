@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlctl.backends.batching.packed_rows import PackedRow
 from rlctl.backends.dtensor.worker import DTensorWorker
-from rlctl.backends.packed_rows import PackedRow
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import MediaPart
 from rlctl.data.texts import TrainedText

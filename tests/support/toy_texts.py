@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batching.batch import TokenBatch
 from rlctl.cluster.ray_session import put
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import LOSS_WEIGHTS

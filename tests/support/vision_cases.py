@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.backends.batch import MinibatchResult, WeightedRollout
-from rlctl.backends.packing import plan_batch
+from rlctl.backends.batching.batch import MinibatchResult, WeightedRollout
+from rlctl.backends.batching.packing import plan_batch
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.data.images import MODEL_INPUTS, ImageProcessor
 from rlctl.data.prompt_rows import PromptRow

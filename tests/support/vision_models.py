@@ -1,6 +1,6 @@
 """Tiny random vision-language models of all families that rlctl trains, and drawn images."""
 
-from rlctl.jobs.tiny_vision import FAMILIES, square, write_vision_model
+from rlctl.tiny_models.vision import FAMILIES, square, write_vision_model
 
 __all__ = ["FAMILIES", "WITH_ENGINES", "square", "write_vision_model"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from rlctl.backends.batch import TrainBatch
+from rlctl.backends.batching.batch import TrainBatch
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.methods.rl.advantages import group_advantages, whitened, whitened_rollouts
 from rlctl.methods.rl.grpo import Grpo

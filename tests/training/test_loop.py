@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.backends.batch import MinibatchResult, Rounded, TokenBatch, TrainBatch
+from rlctl.backends.batching.batch import MinibatchResult, Rounded, TokenBatch, TrainBatch
 from rlctl.errors import DivergenceError, InputError, RlctlError
 from rlctl.methods.rl.algorithm import FILTERED, Algorithm
 from rlctl.methods.rl.grpo import Grpo

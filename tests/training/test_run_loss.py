@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.backends.batch import MinibatchResult, TokenBatch
+from rlctl.backends.batching.batch import MinibatchResult, TokenBatch
 from rlctl.errors import InputError
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.grpo import Grpo

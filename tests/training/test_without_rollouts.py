@@ -9,8 +9,8 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from rlctl.jobs.run_workers import planned_workers, start_run_workers
 from rlctl.methods.sft import SftConfig
+from rlctl.preparation.run_workers import planned_workers, start_run_workers
 from rlctl.telemetry.phases import StepTimer
 from rlctl.training.health import Health
 from rlctl.training.loop import Loop, Parts

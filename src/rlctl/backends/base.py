@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from rlctl.backends.batch import (
+from rlctl.backends.batching.batch import (
     AdvantageEstimate,
     BatchShard,
     Fetch,

@@ -10,7 +10,7 @@ from threading import Lock
 from typing import TypeVar
 
 from rlctl.backends.base import EngineWorker, EpisodeWorker, PolicySpec, PolicyWorker
-from rlctl.backends.batch import (
+from rlctl.backends.batching.batch import (
     AdvantageEstimate,
     BatchShard,
     LogprobColumn,
@@ -19,8 +19,8 @@ from rlctl.backends.batch import (
     MinibatchResult,
     TrainBatch,
 )
+from rlctl.backends.batching.packing import PackingStats, plan_batch
 from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, GroupResult, Sampling, attached
-from rlctl.backends.packing import PackingStats, plan_batch
 from rlctl.cluster.ray_session import fetch, keep_here
 from rlctl.cluster.workers import PendingCall, WorkerDiedError, WorkerGroup
 from rlctl.data.cross_tokens import Projection

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from rlctl.backends.base import Teaching
+    from rlctl.backends.batching.packed_rows import PackedRow, VocabProjection
     from rlctl.backends.messages import Truncation
-    from rlctl.backends.packed_rows import PackedRow, VocabProjection
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from rlctl.backends.batch import Rounded
+from rlctl.backends.batching.batch import Rounded
 from rlctl.settings.training import Rounding
 from rlctl.weights.rounding import narrowed
 

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from rlctl.backends import cpu_sums
 from rlctl.backends.base import PolicySpec, WeightSource
-from rlctl.backends.batch import (
+from rlctl.backends.batching.batch import (
     AdvantageEstimate,
     BatchShard,
     Fetch,
@@ -36,10 +36,7 @@ from rlctl.backends.batch import (
     MinibatchResult,
     ValueLoss,
 )
-from rlctl.backends.host_memory import HostMemory, Offloaded
-from rlctl.backends.lora_adapter import Adapter
-from rlctl.backends.movement import Movement
-from rlctl.backends.packed_rows import (
+from rlctl.backends.batching.packed_rows import (
     PackedRow,
     VocabProjection,
     add_teacher_logprobs,
@@ -47,6 +44,9 @@ from rlctl.backends.packed_rows import (
     fetch_rows,
     logprobs_by_group,
 )
+from rlctl.backends.host_memory import HostMemory, Offloaded
+from rlctl.backends.lora_adapter import Adapter
+from rlctl.backends.movement import Movement
 from rlctl.backends.quantization import WeightGrid
 from rlctl.backends.results import StepOutcome, add_advantages, logprob_stats, micro_batch_loss, minibatch_result
 from rlctl.checkpoints.background_writes import Snapshot, write_less_urgently

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlctl.backends.batch import (
+from rlctl.backends.batching.batch import (
     AdvantageEstimate,
     LogprobColumn,
     LogprobStats,
@@ -19,7 +19,7 @@ from rlctl.backends.batch import (
     RouterLoad,
     equal_up_to_rounding,
 )
-from rlctl.backends.packed_rows import PackedRow
+from rlctl.backends.batching.packed_rows import PackedRow
 
 
 @dataclass(frozen=True)

@@ -263,9 +263,9 @@ def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = Fa
 def _without_effect(config: RlctlConfig) -> dict[str, str]:
     """Return the Megatron fields without effect on the configured model, and why. Empty for models that are neither
     local nor in the catalog, because `import` does not ask the hub."""
-    from rlctl.jobs.open_model import published_facts
-    from rlctl.jobs.prepare import idle_fields
     from rlctl.models.catalog import lookup_entry
+    from rlctl.preparation.open_model import published_facts
+    from rlctl.preparation.prepare import idle_fields
 
     name = config.model.name or ""
     known = user_path(name).joinpath("config.json").is_file() or lookup_entry(name)

@@ -89,7 +89,7 @@ def hf_to_megatron(
     from rlctl.checkpoints.conversion import hf_megatron as conversion
     from rlctl.checkpoints.conversion.prepared_model import conversion_directory
     from rlctl.checkpoints.hf.hf_model import open_hf_model
-    from rlctl.jobs.open_model import find_model
+    from rlctl.preparation.open_model import find_model
 
     found = find_model(source, revision, trust_remote_code=trust_remote_code, tell=message)
     if found.note:
@@ -203,8 +203,8 @@ def megatron_to_hf(
         require_absent(destination)
     from rlctl.checkpoints.conversion import hf_megatron as conversion
     from rlctl.checkpoints.conversion import peft_adapters
-    from rlctl.jobs.open_model import find_base
     from rlctl.jobs.publish import publish, require_hub, run_of, write_card
+    from rlctl.preparation.open_model import find_base
 
     if push_to_hub:
         require_hub(push_to_hub)

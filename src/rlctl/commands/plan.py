@@ -95,7 +95,7 @@ def plan(
         return options.resolve_config(**context.params | given)
 
     if compare:
-        from rlctl.jobs.prepare import shown_plan
+        from rlctl.preparation.prepare import shown_plan
 
         refuse_with("--compare shows plans side by side and no alternatives", ["top"] if top else [])
         if len(compare) < 2:
@@ -154,8 +154,8 @@ def side(text: str) -> tuple[list[str], str | None, list[str]]:
 
 def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
     """Plan and print the result; with --json also if nothing fits."""
-    from rlctl.jobs.prepare import shown_plan
     from rlctl.planner.views.render import no_plan_values
+    from rlctl.preparation.prepare import shown_plan
 
     try:
         made = shown_plan(resolved, top, message)
@@ -168,9 +168,9 @@ def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
 
 def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
     from rlctl.jobs.backend_arguments import BackendArguments, differences
-    from rlctl.jobs.run_workers import planned_workers
     from rlctl.planner.views.explain import explain as arithmetic
     from rlctl.planner.views.render import plan_json, plan_text, wrapped
+    from rlctl.preparation.run_workers import planned_workers
 
     name = resolved.config.model.name or ""
     planned = resolved.with_plan(made)
@@ -221,7 +221,7 @@ def show_comparison(plans: list[Plan], names: list[str], explain: bool, json_: b
 
 
 def show_run(run: Path, json_: bool) -> None:
-    from rlctl.jobs.run_comparison import compare_memory, compare_run, comparison_text
+    from rlctl.report.run_comparison import compare_memory, compare_run, comparison_text
 
     rows, memory = compare_run(run), compare_memory(run)
     if json_:
@@ -240,7 +240,7 @@ def show_run(run: Path, json_: bool) -> None:
 
 def show_calibration(run: Path, json_: bool) -> None:
     from rlctl.jobs.calibration import calibrate
-    from rlctl.jobs.run_comparison import comparison_text
+    from rlctl.report.run_comparison import comparison_text
 
     path, factors, rows = calibrate(run)
     if json_:
@@ -257,9 +257,9 @@ MOST_NODES = 4
 
 def show_table(resolved_with: Callable[[list[str]], Resolved], json_: bool) -> None:
     """Print a line for each of a range of GPU counts: a part of a node, and nodes by powers of two."""
-    from rlctl.jobs.prepare import ASSUMED_GPU, shown_plan
     from rlctl.planner.from_config import cluster_from_config
     from rlctl.planner.views.table import machine_row, rows_text
+    from rlctl.preparation.prepare import ASSUMED_GPU, shown_plan
 
     once = functools.cache(message)
     asked = cluster_from_config(resolved_with([]).config, ASSUMED_GPU)

@@ -49,7 +49,7 @@ def rehearse(
     resolved = options.resolve_config(**context.params)
     resolved = resolved.allowing_differences() if allow_differences else resolved
     from rlctl.data.chat import Process
-    from rlctl.jobs.rehearse import rehearse as rehearsed
+    from rlctl.rehearsal.rehearse import rehearse as rehearsed
 
     Process.reads_tokenizers_alone = OwnProcess.is_one
     found = rehearsed(resolved, message, quiet=not shows_progress(json_), keep=keep)

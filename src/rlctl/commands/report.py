@@ -47,7 +47,7 @@ def report(
     if steps is not None:
         show_steps(runs, steps, output, json_)
         return
-    from rlctl.jobs.report import compare_runs
+    from rlctl.report.run_report import compare_runs
 
     path = compare_runs(runs, output)
     if json_:
@@ -58,7 +58,7 @@ def report(
 
 def show_steps(runs: list[Path], steps: str, output: Path | None, json_: bool) -> None:
     """Print the step-time table of each run."""
-    from rlctl.jobs.step_table import step_table, table_text
+    from rlctl.report.step_table import step_table, table_text
 
     if output is not None:
         raise InputError("--steps prints a table and writes no page; --output would do nothing.", "Leave one out.")

@@ -62,7 +62,7 @@ RL_EXAMPLES = (
 def train(context: typer.Context) -> None:
     """Train a model with RL, or on texts or preferences."""
     if context.invoked_subcommand is None:
-        from rlctl.jobs.open_model import what_there_is
+        from rlctl.preparation.open_model import what_there_is
 
         there_is = what_there_is(options.resolve_config().config)
         raise InputError(f"`rlctl train` needs a command ({', '.join(_methods())}) and a model.", there_is)

@@ -30,7 +30,7 @@ def watch(
     first step. /metrics has the last step in Prometheus' format. From another machine, forward the port:
     ssh -L 8642:localhost:8642 HOST.
     """
-    from rlctl.jobs.watch import PageServer
+    from rlctl.report.watch import PageServer
 
     with PageServer(run, host, port) as server:
         show(server.address)

@@ -366,7 +366,7 @@ def ray(device: str, models: Path) -> Figures:
 )  # fmt: skip
 def write_models(device: str, models: Path) -> Figures:
     """Write the random models and the rows that the runs use."""
-    from rlctl.jobs.tiny_model import write_tiny_family
+    from rlctl.tiny_models.text import write_tiny_family
 
     sums = [(a, b) for a in range(16) for b in range(16)]
     rows = {
@@ -389,8 +389,8 @@ def _write_billion(directory: Path) -> None:
     from safetensors.torch import save_file
 
     from rlctl.config.files import write_json
-    from rlctl.jobs.tiny_model import llama_config, write_tokenizer
     from rlctl.models.families import facts_from_hf_config, weights_of
+    from rlctl.tiny_models.text import llama_config, write_tokenizer
 
     directory.mkdir()
     config = llama_config(tied=True) | BILLION

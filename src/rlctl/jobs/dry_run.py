@@ -17,10 +17,18 @@ from rlctl.config.load import DEFAULT, PLANNER, Resolved
 from rlctl.data.chat import EncodedPrompt, PromptEncoder
 from rlctl.errors import InputError
 from rlctl.jobs.backend_arguments import BackendArguments, differences
-from rlctl.jobs.cpu_format import format_notes, with_cpu_format
 from rlctl.jobs.generate import CompletionJob
-from rlctl.jobs.open_model import NamedModel, find_model, published_facts, published_teacher
-from rlctl.jobs.prepare import (
+from rlctl.jobs.refit_test import RefitTestJob
+from rlctl.jobs.without_model import check_without_model
+from rlctl.methods.available import method_from_config
+from rlctl.models.catalog import lookup_entry
+from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus
+from rlctl.planner.make_plan import refuse_unrunnable
+from rlctl.planner.result import Plan
+from rlctl.planner.views.render import columns, kept, plan_json, plan_text, wrapped
+from rlctl.preparation.cpu_format import format_notes, with_cpu_format
+from rlctl.preparation.open_model import NamedModel, find_model, published_facts, published_teacher
+from rlctl.preparation.prepare import (
     ASSUMED_GPU,
     Job,
     check_plan,
@@ -29,15 +37,7 @@ from rlctl.jobs.prepare import (
     runnable_plan,
     with_images,
 )
-from rlctl.jobs.refit_test import RefitTestJob
-from rlctl.jobs.run_workers import planned_teacher, planned_workers
-from rlctl.jobs.without_model import check_without_model
-from rlctl.methods.available import method_from_config
-from rlctl.models.catalog import lookup_entry
-from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus
-from rlctl.planner.make_plan import refuse_unrunnable
-from rlctl.planner.result import Plan
-from rlctl.planner.views.render import columns, kept, plan_json, plan_text, wrapped
+from rlctl.preparation.run_workers import planned_teacher, planned_workers
 from rlctl.rewards.scorers import Trial
 from rlctl.rollouts.dataset import TextStream
 from rlctl.runs.directory import Checkpoint, RunDirectory

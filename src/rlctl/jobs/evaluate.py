@@ -33,8 +33,8 @@ from rlctl.data.records import suffix_of
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError, listed
 from rlctl.jobs.generate import CompletionJob, completion_job, of_run, started_engines, with_room
-from rlctl.jobs.prepare import TIME, with_time
 from rlctl.methods.configuration import from_sources
+from rlctl.preparation.prepare import TIME, with_time
 from rlctl.rewards.extraction import vote
 from rlctl.rewards.reward_model_scorer import reward_digest
 from rlctl.rewards.reward_plan import prepare_rewards

@@ -27,9 +27,15 @@ from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.records import is_file_name, read_records, suffix_of
 from rlctl.errors import InputError
 from rlctl.jobs.backend_arguments import BackendArguments
-from rlctl.jobs.open_model import NamedModel, open_model
-from rlctl.jobs.prepare import require_devices
-from rlctl.jobs.run_workers import (
+from rlctl.methods.available import method_class
+from rlctl.methods.configuration import from_sources
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.from_config import PROMPT_TOKENS, completions_workload, plan_from_config
+from rlctl.planner.make_plan import refuse_unrunnable
+from rlctl.planner.result import Plan
+from rlctl.preparation.open_model import NamedModel, open_model
+from rlctl.preparation.prepare import require_devices
+from rlctl.preparation.run_workers import (
     EnginesSpec,
     RunWorkersSpec,
     device_of,
@@ -38,12 +44,6 @@ from rlctl.jobs.run_workers import (
     start_engines,
     start_run_workers,
 )
-from rlctl.methods.available import method_class
-from rlctl.methods.configuration import from_sources
-from rlctl.models.facts import ModelFacts
-from rlctl.planner.from_config import PROMPT_TOKENS, completions_workload, plan_from_config
-from rlctl.planner.make_plan import refuse_unrunnable
-from rlctl.planner.result import Plan
 from rlctl.rollouts.environment_play import EnvironmentPlay
 from rlctl.rollouts.source import sample_seed
 from rlctl.runs.directory import Checkpoint, RunDirectory

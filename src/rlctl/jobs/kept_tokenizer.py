@@ -10,7 +10,7 @@ from rlctl.checkpoints.hf.tokenizer_files import names_other_class, write_tokeni
 from rlctl.checkpoints.megatron.megatron_directory import RUN_TOKENIZER
 from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.data.chat import read_template
-from rlctl.jobs.prepare import Job
+from rlctl.preparation.prepare import Job
 
 
 def keep_tokenizer(job: Job, run: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.errors import InputError, RlctlError
-from rlctl.jobs.report import reported
 from rlctl.models.families import sees
 from rlctl.report.reported_run import ReportedRun
+from rlctl.report.run_report import reported
 from rlctl.runs.directory import MANIFEST, RunDirectory
 from rlctl.telemetry.headline import headline
 

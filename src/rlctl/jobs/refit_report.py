@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlctl.backends.base import EngineWorker, WeightReceiver
-from rlctl.backends.batch import LogprobStats
+from rlctl.backends.batching.batch import LogprobStats
 from rlctl.backends.clients import EngineClient, only_result
 from rlctl.backends.messages import QUANTIZED, GroupRequest, GroupResult, Sampling
 from rlctl.errors import RlctlError

@@ -13,13 +13,20 @@ from rlctl.cluster.ray_session import ray_session
 from rlctl.config.files import temporary_folder
 from rlctl.config.load import Resolved
 from rlctl.jobs import refit_report
-from rlctl.jobs.open_model import open_model
-from rlctl.jobs.prepare import require_devices, runnable_plan
 from rlctl.jobs.refit_report import LogprobLimit, RefitTestReport
-from rlctl.jobs.run_workers import RunWorkers, RunWorkersSpec, converts, device_of, planned_workers, start_run_workers
 from rlctl.methods.available import method_from_config
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.result import Plan
+from rlctl.preparation.open_model import open_model
+from rlctl.preparation.prepare import require_devices, runnable_plan
+from rlctl.preparation.run_workers import (
+    RunWorkers,
+    RunWorkersSpec,
+    converts,
+    device_of,
+    planned_workers,
+    start_run_workers,
+)
 from rlctl.refit.decoding import fixed_prompts, policy_difference
 from rlctl.refit.session import Receive
 from rlctl.settings.config import RolloutConfig

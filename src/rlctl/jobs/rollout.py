@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rlctl.backends.batch import LogprobStats
+from rlctl.backends.batching.batch import LogprobStats
 from rlctl.backends.clients import generate_groups
 from rlctl.backends.messages import GroupResult, Sampling
 from rlctl.checkpoints.model_source import Tell
@@ -21,7 +21,7 @@ from rlctl.data.image_sources import MARK
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.errors import InputError
 from rlctl.jobs.generate import CompletionJob, completion_job, started_engines
-from rlctl.jobs.prepare import with_images, with_time
+from rlctl.preparation.prepare import with_images, with_time
 from rlctl.refit.decoding import policy_difference
 from rlctl.rewards.reward_plan import any_reward, mixed_rewards
 from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest

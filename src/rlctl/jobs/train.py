@@ -21,13 +21,13 @@ from rlctl.config.parallel import SIZES
 from rlctl.config.sources import ALGORITHM, Source, Value
 from rlctl.errors import InputError
 from rlctl.garbage import many_objects
-from rlctl.jobs.disk_space import require_disk
 from rlctl.jobs.dry_run import DryRun, about
-from rlctl.jobs.prepare import Job, Starts, content_changes, prepare_job, version_changes
-from rlctl.jobs.run_workers import RunWorkersSpec, device_of, early_hosts
 from rlctl.jobs.training_run import RunSummary, run_training
 from rlctl.methods.configuration import from_sources
 from rlctl.planner.result import Plan
+from rlctl.preparation.disk_space import require_disk
+from rlctl.preparation.prepare import Job, Starts, content_changes, prepare_job, version_changes
+from rlctl.preparation.run_workers import RunWorkersSpec, device_of, early_hosts
 from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run
 from rlctl.runs.interrupt import StopRequest
 from rlctl.settings.config import RlctlConfig

@@ -24,14 +24,14 @@ from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.errors import InputError, RlctlError, WorkerError
 from rlctl.jobs.before_after import answered_twice, command_to_try
 from rlctl.jobs.kept_tokenizer import keep_tokenizer
-from rlctl.jobs.prepare import Job, loggers_of
-from rlctl.jobs.report import LiveReport, write_report
-from rlctl.jobs.run_workers import RunWorkers, start_run_workers
 from rlctl.methods.available import command_of
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan
+from rlctl.preparation.prepare import Job, loggers_of
+from rlctl.preparation.run_workers import RunWorkers, start_run_workers
 from rlctl.refit.records import RefitReport
 from rlctl.refit.sync import WeightSync
+from rlctl.report.run_report import LiveReport, write_report
 from rlctl.rewards.reward_worker import RewardWorker
 from rlctl.rollouts.dataset import HeldOutTexts, TextStream
 from rlctl.rollouts.scored_groups import Scorers

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import model_validator
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batching.batch import TokenBatch
 from rlctl.config.section import NonNegativeNumber
 from rlctl.data.rollouts import CHUNK
 from rlctl.methods.rl.distillation import OF_TOP, TopTokens, of_top, top_kl

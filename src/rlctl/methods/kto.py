@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from rlctl.backends.batch import LossOutput, MicroBatchLoss, MinibatchResult, TokenBatch, TrainBatch
+from rlctl.backends.batching.batch import LossOutput, MicroBatchLoss, MinibatchResult, TokenBatch, TrainBatch
 from rlctl.config.facts import Flag
 from rlctl.config.section import PositiveNumber, Section
 from rlctl.data.chat import PromptEncoder

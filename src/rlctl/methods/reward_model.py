@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import model_validator
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batching.batch import TokenBatch
 from rlctl.data.row_types import MarginPairRows
 from rlctl.data.texts import MARGIN
 from rlctl.errors import InputError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batching.batch import TokenBatch
 from rlctl.data.row_types import TextRows
 from rlctl.methods.rl.advantages import token_weights
 from rlctl.methods.text_method import TextMethod

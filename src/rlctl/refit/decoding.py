@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlctl.backends.batch import LogprobStats, TrainBatch, WeightedRollout
+from rlctl.backends.batching.batch import LogprobStats, TrainBatch, WeightedRollout
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.data.chat import EncodedPrompt

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.backends.batch import TrainBatch, WeightedRollout
+from rlctl.backends.batching.batch import TrainBatch, WeightedRollout
 from rlctl.backends.clients import Teacher
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.cluster.ray_session import fetch, put

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlctl.backends.batch import MinibatchResult, TrainBatch, WeightedRollout, equal_up_to_rounding
+from rlctl.backends.batching.batch import MinibatchResult, TrainBatch, WeightedRollout, equal_up_to_rounding
 from rlctl.backends.clients import PolicyClient
 from rlctl.data.rollouts import LIMIT_REASONS, Rollout, RolloutGroup
 from rlctl.errors import DivergenceError, InputError, RlctlError, first_line

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from rlctl.backends.batch import AdvantageEstimate, LossOutput, MicroBatchLoss, MinibatchResult, TokenBatch, TrainBatch
+from rlctl.backends.batching.batch import (
+    AdvantageEstimate,
+    LossOutput,
+    MicroBatchLoss,
+    MinibatchResult,
+    TokenBatch,
+    TrainBatch,
+)
 from rlctl.backends.messages import Truncation
 from rlctl.child import call_in_child
 from rlctl.data.rollouts import Rollout, RolloutGroup

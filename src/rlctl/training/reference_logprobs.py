@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rlctl.backends.batch import GroupLogprobs
+from rlctl.backends.batching.batch import GroupLogprobs
 from rlctl.backends.clients import PolicyClient
 from rlctl.cluster.ray_session import fetch
 from rlctl.config.files import write_json

@@ -17,9 +17,9 @@ from rlctl.backends.base import EngineSpec
 from rlctl.backends.vllm import args, compat
 from rlctl.checkpoints.hf.model_facts import facts_in, known_facts
 from rlctl.errors import ConfigError, InputError
-from rlctl.jobs.tiny_model import write_tiny_family
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.tiny_models.text import write_tiny_family
 from support.layout_families import FAMILIES
 
 

@@ -11,7 +11,7 @@ import pytest
 from rlctl.backends.messages import Sampling
 from rlctl.backends.vllm.recorded_experts import assembled, merged
 from rlctl.data.rollouts import ROUTED_EXPERTS
-from rlctl.jobs.tiny_model import write_tiny_family
+from rlctl.tiny_models.text import write_tiny_family
 from support.engine_host import FamilyEngine, SwappingEngine
 from support.engine_policies import choices, generate
 

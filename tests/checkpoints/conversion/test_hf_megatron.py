@@ -30,7 +30,7 @@ from rlctl.checkpoints.inspection import inspect
 from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader, TorchDistWriter
 from rlctl.errors import InputError, MachineError, VerificationError
-from rlctl.jobs.tiny_model import write_tiny_family
+from rlctl.tiny_models.text import write_tiny_family
 from support.family_models import hf_model
 
 

@@ -29,7 +29,7 @@ from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import resolve_model
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import InputError, MachineError
-from rlctl.jobs.tiny_model import write_tiny_family
+from rlctl.tiny_models.text import write_tiny_family
 
 
 def block_scaled(directory: Path) -> Path:

@@ -24,9 +24,9 @@ from rlctl.checkpoints.inspection import inspect
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.errors import InputError, MachineError
-from rlctl.jobs.open_model import find_base, find_model, published_facts
-from rlctl.jobs.tiny_model import CHAT_TEMPLATE, VOCAB_SIZE
+from rlctl.preparation.open_model import find_base, find_model, published_facts
 from rlctl.settings.data import ModelConfig
+from rlctl.tiny_models.text import CHAT_TEMPLATE, VOCAB_SIZE
 from support.module_runs import write_module_run
 from support.multimodal_models import MODELS, write_multimodal
 

@@ -16,7 +16,7 @@ from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.inspection import inspect
 from rlctl.checkpoints.model_source import resolve_model
 from rlctl.errors import InputError
-from rlctl.jobs.tiny_model import write_tiny_family
+from rlctl.tiny_models.text import write_tiny_family
 
 
 @pytest.fixture

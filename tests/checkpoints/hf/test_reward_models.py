@@ -9,7 +9,7 @@ import pytest
 from rlctl.checkpoints.hf.reward_models import SCORE, require_loadable
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.errors import InputError
-from rlctl.jobs.tiny_model import FAMILIES, llama_config, write_tiny_model
+from rlctl.tiny_models.text import FAMILIES, llama_config, write_tiny_model
 from rlctl.weights.layout import ParamSpec
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batching.batch import TokenBatch
 from rlctl.methods.rl.losses import Correction, correction
 from rlctl.methods.rl.sections import LossConfig
 from support.token_batches import f64, token_batch

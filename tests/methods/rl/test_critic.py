@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.backends.batch import MinibatchResult, ValueBatch
-from rlctl.backends.packed_rows import PackedRow
+from rlctl.backends.batching.batch import MinibatchResult, ValueBatch
+from rlctl.backends.batching.packed_rows import PackedRow
 from rlctl.backends.results import add_advantages
 from rlctl.methods.rl.critic import ClippedValueLoss, TokenAdvantages, critic_metrics
 from rlctl.methods.rl.rl_config import RlConfig

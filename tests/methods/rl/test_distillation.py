@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batching.batch import TokenBatch
 from rlctl.errors import ConfigError
 from rlctl.isolation.user_function import UserCode
 from rlctl.methods.available import method_from_config

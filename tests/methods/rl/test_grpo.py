@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.backends.batch import LossOutput, MinibatchResult, TokenBatch
+from rlctl.backends.batching.batch import LossOutput, MinibatchResult, TokenBatch
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.methods.rl.sections import LossConfig

@@ -15,8 +15,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlctl.backends.batch import TokenBatch
-from rlctl.backends.packed_rows import PackedRow
+from rlctl.backends.batching.batch import TokenBatch
+from rlctl.backends.batching.packed_rows import PackedRow
 from rlctl.backends.results import add_advantages
 from rlctl.errors import ConfigError
 from rlctl.methods.available import ALGORITHMS, method_from_config

@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.context_parallel import Gather, GatherValues, JoinContext, context_part
+from rlctl.backends.batching.context_parallel import Gather, GatherValues, JoinContext, context_part
+from rlctl.backends.batching.packed_rows import PackedRow, RowUnit
+from rlctl.backends.batching.row_attention import RowAttention, attend
 from rlctl.backends.dtensor.experts import Replay, experts_of, install_replay, spread
 from rlctl.backends.dtensor.lora import adapt, begin
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
@@ -25,8 +27,6 @@ from rlctl.backends.dtensor.tensor_parallel import divide, divide_alike, local_p
 from rlctl.backends.dtensor.vision_inputs import RowImages
 from rlctl.backends.logprobs import ValueHead, VocabPart, row_logprobs
 from rlctl.backends.messages import NEVER
-from rlctl.backends.packed_rows import PackedRow, RowUnit
-from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.checkpoints.hf.transformers_model import (
     body_path,
     computed_buffers,

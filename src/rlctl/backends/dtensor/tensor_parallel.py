@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from rlctl.backends.context_parallel import Gather, ShareOut
+from rlctl.backends.batching.context_parallel import Gather, ShareOut
 from rlctl.backends.lora_adapter import is_adapter
 from rlctl.checkpoints.hf.transformers_model import layers_of
 from rlctl.models.matrices import Role

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlctl.backends.batching.packed_rows import PackedRow, counted_positions
 from rlctl.backends.dtensor.tensor_parallel import local_view
-from rlctl.backends.packed_rows import PackedRow, counted_positions
 from rlctl.data.images import ImageProcessor
 from rlctl.data.rollouts import MediaPart
 from rlctl.errors import InputError

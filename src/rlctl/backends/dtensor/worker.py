@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlctl.backends.batch import BatchShard, Fetch
+from rlctl.backends.batching.batch import BatchShard, Fetch
+from rlctl.backends.batching.packed_rows import PackedRow
 from rlctl.backends.dtensor.backend import layouts
 from rlctl.backends.dtensor.lora import adapter_parameters, adapters, require_called, set_part
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.host_memory import HostMemory, Offloaded
 from rlctl.backends.lora_adapter import Adapter, is_adapter
-from rlctl.backends.packed_rows import PackedRow
 from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import LossScale, StepOutcome
 from rlctl.checkpoints.rank_loading import load_adapters, load_rank, load_value_head, published_value_head

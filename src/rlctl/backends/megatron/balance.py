@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlctl.backends.batch import RouterLoad
+from rlctl.backends.batching.batch import RouterLoad
 from rlctl.backends.megatron.routing import OfMicroBatch, routers_of
 
 

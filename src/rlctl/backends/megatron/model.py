@@ -20,7 +20,8 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from rlctl.backends.base import PolicySpec, Teaching
-from rlctl.backends.context_parallel import JoinContext
+from rlctl.backends.batching.context_parallel import JoinContext
+from rlctl.backends.batching.packed_rows import PackedRow
 from rlctl.backends.logprobs import ValueHead, VocabPart, row_logprobs
 from rlctl.backends.megatron.args import AUXILIARY, has_transformer_engine, transformer_values
 from rlctl.backends.megatron.backend import refuse_wrong_numbers
@@ -37,7 +38,6 @@ from rlctl.backends.megatron.modules import (
 )
 from rlctl.backends.megatron.routing import Replay, hand_out, routers_of, weigh_as_published
 from rlctl.backends.messages import Truncation
-from rlctl.backends.packed_rows import PackedRow
 from rlctl.backends.policy_rank import LossOf
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.constraints import require_policy_sizes

@@ -18,9 +18,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from rlctl.backends.context_parallel import Gather, context_part
-from rlctl.backends.packed_rows import PackedRow
-from rlctl.backends.row_attention import RowAttention, attend
+from rlctl.backends.batching.context_parallel import Gather, context_part
+from rlctl.backends.batching.packed_rows import PackedRow
+from rlctl.backends.batching.row_attention import RowAttention, attend
 from rlctl.models.facts import RopeFacts
 
 

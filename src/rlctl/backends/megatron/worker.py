@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from rlctl.backends.batching.packed_rows import PackedRow
 from rlctl.backends.host_memory import Offloaded
 from rlctl.backends.lora_adapter import Adapter, is_adapter
 from rlctl.backends.megatron import compat, cpu
 from rlctl.backends.megatron.args import auxiliary_losses, has_transformer_engine
 from rlctl.backends.megatron.backend import layouts
-from rlctl.backends.packed_rows import PackedRow
 from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import StepOutcome
 from rlctl.checkpoints.megatron.lora_weights import fill_layer

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from rlctl.backends.batch import ROUNDING, equal_up_to_rounding
+from rlctl.backends.batching.batch import ROUNDING, equal_up_to_rounding
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation, so that a group of equal rewards has advantage 0 rather than 0/0."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rlctl.backends.batch import AdvantageEstimate, TokenBatch
+from rlctl.backends.batching.batch import AdvantageEstimate, TokenBatch
 from rlctl.backends.messages import Truncation
 from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import FAULTS, Rollout, RolloutGroup

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from rlctl.backends.base import CriticWorker
-from rlctl.backends.batch import LossOutput, MinibatchResult, ValueBatch
+from rlctl.backends.batching.batch import LossOutput, MinibatchResult, ValueBatch
 from rlctl.backends.clients import PolicyClient, only_result
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.methods.rl.rl_config import AlgorithmConfig

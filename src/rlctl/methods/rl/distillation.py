@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batching.batch import TokenBatch
 from rlctl.config.section import NonNegativeNumber, PositiveNumber, Section
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.methods.rl.grpo import Grpo

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batching.batch import TokenBatch
 from rlctl.config.section import PositiveNumber
 from rlctl.methods.rl.policy_gradient import PolicyGradient
 from rlctl.methods.rl.rl_config import AlgorithmConfig

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batching.batch import TokenBatch
 from rlctl.methods.rl.grpo import Grpo
 
 if TYPE_CHECKING:

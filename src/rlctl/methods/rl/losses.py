@@ -36,7 +36,7 @@ from typing import Literal
 
 import torch
 
-from rlctl.backends.batch import TokenBatch, ValueBatch
+from rlctl.backends.batching.batch import TokenBatch, ValueBatch
 from rlctl.methods.rl.sections import PolicyLoss
 
 KlEstimator = Literal["k1", "k2", "k3"]

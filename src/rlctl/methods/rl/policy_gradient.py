@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batching.batch import TokenBatch
 from rlctl.methods.rl.advantages import group_advantages
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.rl_config import AlgorithmConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlctl.backends.batch import TokenBatch
+from rlctl.backends.batching.batch import TokenBatch
 from rlctl.config.section import PositiveNumber
 from rlctl.methods.rl.policy_gradient import PolicyGradient
 from rlctl.methods.rl.rl_config import AlgorithmConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlctl.backends.batch import ValueBatch
+from rlctl.backends.batching.batch import ValueBatch
 from rlctl.methods.rl.rl_config import AlgorithmConfig
 
 if TYPE_CHECKING:

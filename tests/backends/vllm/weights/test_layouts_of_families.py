@@ -16,8 +16,8 @@ from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.doctor.software import installed_versions
 from rlctl.errors import WorkerError
-from rlctl.jobs.tiny_model import FAMILIES, write_tiny_family
 from rlctl.refit.verify import TensorComparison, compare
+from rlctl.tiny_models.text import FAMILIES, write_tiny_family
 from rlctl.weights.layout import Layout, ParamSpec
 from rlctl.weights.vllm import VllmWorld
 from support.engine_host import FamilyEngine, SwappingEngine

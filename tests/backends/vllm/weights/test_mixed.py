@@ -14,8 +14,8 @@ import pytest
 from rlctl.backends.base import EngineWorker
 from rlctl.backends.messages import Sampling
 from rlctl.errors import WorkerError
-from rlctl.jobs.tiny_model import write_tiny_family
 from rlctl.refit.verify import TensorComparison, compare
+from rlctl.tiny_models.text import write_tiny_family
 from support.engine_host import FamilyEngine, SwappingEngine
 from support.engine_policies import generate
 

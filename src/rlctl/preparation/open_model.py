@@ -1,0 +1,298 @@
+"""Finding and opening the models that a configuration names, what is known of them, and which there are to name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.checkpoints.conversion.prepared_model import body_of, merged, planned_text_part, repositioned, text_part_of
+from rlctl.checkpoints.hf.hf_files import read_config, refuse_quantized
+from rlctl.checkpoints.hf.model_facts import facts_in, known_facts
+from rlctl.checkpoints.hf.safetensors_files import refuse_others_for_vllm
+from rlctl.checkpoints.megatron.lora_weights import adapter_keys
+from rlctl.checkpoints.megatron.megatron_directory import find, is_of_run, manifest_of
+from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
+from rlctl.config.files import user_path
+from rlctl.config.presets import preset_names, read_preset
+from rlctl.data.chat import load_tokenizer
+from rlctl.errors import InputError, RlctlError, listed
+from rlctl.methods.available import method_from_config
+from rlctl.models.catalog import CatalogEntry, entries, lookup_entry, near
+from rlctl.models.facts import ModelFacts
+from rlctl.models.families import FAMILIES
+from rlctl.models.hf_config import most_positions, rope_of
+from rlctl.models.vision import VISION_FAMILIES, vision_family, why_untrained
+from rlctl.planner.costs.parameters import count
+from rlctl.planner.from_config import plan_from_config
+from rlctl.preparation.laptop_model import supply
+from rlctl.preparation.laptop_vision import supply_vision
+from rlctl.rewards.reward_model_scorer import reward_model
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.data import ModelConfig
+from rlctl.settings.rewards import MODEL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHOWN = 5
+WHOLE = "; no image tokens are counted. Data with images, or --set model.images=true, trains all of it"
+
+
+def find_model(
+    name: str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    copies: bool = True,
+    images: bool | None = None,
+    trust_remote_code: bool = False,
+    tell: Tell = lambda _: None,
+) -> ModelSource:
+    """Find or fetch a model as `resolve_model` of `checkpoints/model_source.py` does, with the laptop preset's model as
+    the last resort; the one of the preset laptop-vision is made. It is the text part of one that takes images or sound
+    as well, unless `images` keeps it whole, and the merged model of a run that trained adapters; both are made unless
+    `copies` is not set."""
+    found = supply_vision(name, tell) or resolve_model(
+        name, revision, weights=weights, trust_remote_code=trust_remote_code, tell=tell, otherwise=supply
+    )
+    copies = weights and copies
+    whole = merged(found, tell, copies=copies)
+    return _seeing(whole) if images else text_part_of(whole, tell, copies=copies)
+
+
+def find_base(name: str, checkpoint: Path, tell: Tell) -> ModelSource:
+    """Find or fetch the model that a checkpoint's run began with; with its weights only for adapters, and whole only if
+    the run trained images."""
+    from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
+
+    found, images, adapted = find(checkpoint), None, False
+    if found is not None and is_of_run(found):
+        images = manifest_of(found)["config"].get("model.images", {}).get("value")
+        adapted = bool(adapter_keys(TorchDistReader.open(found.shards).shapes))
+    return find_model(name, weights=adapted, images=images, tell=tell)
+
+
+def _seeing(source: ModelSource) -> ModelSource:
+    """Return a model that reads images, with a note that it is trained whole. Raises InputError for one whose images
+    rlctl does not train on."""
+    config = read_config(source.directory)
+    if vision_family(config) is None:
+        raise _without_images(source.label, config)
+    said = f"{source.label} reads images: all of it is trained, by the backend dtensor"
+    if VISION_FAMILIES[config["model_type"]].mutual:
+        said += ". On CPUs its tokens of an image attend to earlier ones alone, as in vLLM there"
+    return source if source.note else replace(source, note=said)
+
+
+def _without_images(label: str, config: dict[str, Any]) -> InputError:
+    if why := why_untrained(config):
+        hint = "Name a model of another type, or train only on text: --set model.images=false."
+        return InputError(f"{label} is not trained on images: {why}.", hint)
+    return InputError(
+        f"{label} is not of a type whose images are trained on ({', '.join(VISION_FAMILIES)}).",
+        "Name such a model, or train only on text: --set model.images=false.",
+    )
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """The model that `model.name` names: its files, and what is known of it."""
+
+    source: ModelSource
+    facts: ModelFacts
+
+
+def open_model(
+    model: ModelConfig,
+    tell: Tell = lambda _: None,
+    *,
+    weights: bool = True,
+    copies: bool = True,
+    engines_alone: bool = False,
+) -> NamedModel:
+    """Find or fetch the model; without `weights` only its configuration and tokenizer, and without `copies` the text
+    part of one that takes images or sound as well is not taken out. Raises InputError where there is none, or none that
+    rlctl knows the family of, or one whose weights are packed by a quantizer, unless `engines_alone` read them."""
+    if not model.name:
+        raise InputError("No model: --model is not given.", "Give --model, or start from --preset laptop.")
+    source = find_model(
+        model.name,
+        model.revision,
+        weights=weights,
+        copies=copies,
+        images=model.images,
+        trust_remote_code=model.trust_remote_code,
+        tell=tell,
+    )
+    if source.megatron is None and not engines_alone:
+        refuse_quantized(source.directory)
+    if source.megatron is None and engines_alone:
+        refuse_others_for_vllm(source.directory)
+    source = repositioned(source, model.max_position_embeddings, model.rope_scaling)
+    facts = facts_in(source.directory)
+    if most := _more_positions(facts, model):
+        tell(f"{source.label} has {facts.max_length:,} positions, and goes on to {most:,} (model.extend_positions)")
+        source = repositioned(source, most, {})
+        facts = replace(facts, max_length=most)
+    return NamedModel(source, facts)
+
+
+def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_alone: bool = False) -> ModelFacts:
+    """Find out about a model without its weights: from a local directory's configuration, the catalog, or the hub's
+    configuration, in this order.
+
+    Raises InputError, with near names of the catalog, for a model that none of them has, and for what `open_model`
+    refuses.
+    """
+    if not model.name:
+        raise InputError("No model: --model is not given.", "Give --model, or a preset that names one.")
+    here, known = user_path(model.name).is_dir(), lookup_entry(model.name)
+    if not here and known is not None and (facts := known_facts(model.name, images=bool(model.images))) is not None:
+        if known.text_part and facts.vision is None:
+            note = planned_text_part(model.name, facts, "bfloat16")
+            tell(note + (WHOLE if vision_family(known.config) else ""))
+        return _repositioned(facts, model)
+    if not here and known is not None and known.text_part and model.images:
+        raise _without_images(model.name, known.config)
+    try:
+        source = find_model(model.name, model.revision, weights=False, images=model.images, tell=tell)
+    except InputError as error:
+        close = near(model.name)
+        raise InputError(
+            error.message, f"Known without a download: {', '.join(close)}." if close else error.hint
+        ) from error
+    if source.megatron is None and not engines_alone:
+        refuse_quantized(source.directory)
+    if source.note:
+        tell(source.note)
+    return _repositioned(facts_in(source.directory), model)
+
+
+def _repositioned(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
+    most = most_positions(model.max_position_embeddings, model.rope_scaling)
+    most = most or facts.max_length
+    rope = rope_of(model.rope_scaling, facts.rope.theta, most) if model.rope_scaling else facts.rope
+    found = replace(facts, max_length=most, rope=replace(rope, interleaved=facts.rope.interleaved))
+    return replace(found, max_length=_more_positions(found, model) or found.max_length)
+
+
+def _more_positions(facts: ModelFacts, model: ModelConfig) -> int | None:
+    wanted = model.max_length if model.extend_positions and facts.family in FAMILIES else None
+    return wanted if wanted and wanted > facts.max_length else None
+
+
+def published_teacher(config: RlctlConfig, tell: Tell = lambda _: None) -> ModelFacts | None:
+    """Find out about the teacher or the reward model as `published_facts` does about the model; None: the run has
+    neither."""
+    names = [name.removeprefix(MODEL) for name in config.reward_models]
+    if len(names) == 1 and not config.named_teacher and (known := known_facts(names[0])) is not None:
+        return known
+    if (scorer := open_scorer(config, weights=False)) is not None:
+        return scorer.facts
+    named = config.named_teacher
+    if named is None:
+        return None
+    return published_facts(ModelConfig(name=named.model, revision=named.revision, images=config.model.images), tell)
+
+
+def open_teacher(
+    config: RlctlConfig, tell: Tell = lambda _: None, *, weights: bool = True, copies: bool = True
+) -> NamedModel | None:
+    """Find or fetch the teacher or the reward model as `open_model` does the model; None: the run has neither. Raises
+    InputError where a teacher takes fewer tokens than the run's rollouts have."""
+    if (teacher := config.named_teacher) is None:
+        return open_scorer(config, weights=weights)
+    wanted = ModelConfig(
+        name=teacher.model,
+        revision=teacher.revision,
+        images=config.model.images,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    try:
+        found = open_model(wanted, tell, weights=weights, copies=copies)
+    except InputError as error:
+        raise InputError(f"teacher.model: {error.message}", error.hint) from error
+    if (length := config.model.max_length) and length > found.facts.max_length:
+        raise InputError(
+            f"--max-length {length} is more than the {found.facts.max_length} tokens that the teacher "
+            f"{teacher.model} takes.",
+            "Lower it.",
+        )
+    return found
+
+
+def open_scorer(config: RlctlConfig, *, weights: bool = True) -> NamedModel | None:
+    """Find or fetch the reward model; None: the run has none. Raises InputError for more models than a run has, and for
+    one that no policy backend loads."""
+    names = [*config.reward_models]
+    if not names:
+        return None
+    if config.model.images:
+        raise InputError(
+            f"Reward {names[0]!r}: a reward model reads only text, and the rollouts have images.",
+            "Score them with a function (--reward path/to/file.py:function), which is given the images.",
+        )
+    teacher = config.named_teacher
+    if len(names) > 1 or teacher:
+        others = [*names[1:], *([f"the teacher {teacher.model}"] if teacher else [])]
+        raise InputError(
+            f"The run has the reward model {names[0]!r} and {listed(others)}; beside the policy it computes one model.",
+            "Name one of them.",
+        )
+    try:
+        source = body_of(reward_model(names[0]), weights=weights)
+        return NamedModel(source, facts_in(source.directory))
+    except InputError as error:
+        if names[0] in error.message:
+            raise
+        raise InputError(f"Reward {names[0]!r}: {error.message}", error.hint) from error
+
+
+def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase, teacher: NamedModel) -> None:
+    """Raise InputError unless a number stands for the same token in the policy and in its teacher. The tokens that end
+    a completion may be others, as they are of a base model and one that was trained on it."""
+    theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
+    ours_of, theirs_of = tokenizer.get_vocab(), theirs.get_vocab()
+    different = sum(ours_of.get(token) != theirs_of.get(token) for token in ours_of.keys() | theirs_of.keys())
+    special = set(tokenizer.all_special_ids) ^ set(theirs.all_special_ids)
+    if (different or special) and (named := config.named_teacher):
+        what = (f"{different:,} tokens of their vocabularies differ" if different else
+                f"the special tokens differ ({', '.join(map(str, sorted(special)[:5]))})")  # fmt: skip
+        raise InputError(
+            f"The teacher {named.model} does not read the tokens of {config.model.name}: {what}.",
+            f"A teacher needs the policy's tokenizer: choose one of the same family.{named.other_tokenizer_hint}",
+        )
+
+
+def what_there_is(config: RlctlConfig) -> str:
+    """Return lines with an example, the presets, and the largest models that `config` can train on this machine."""
+    width = max(map(len, preset_names()))
+    presets = [f"    {name:<{width}}  {read_preset(name).description}" for name in preset_names()]
+    lines = ["Begin with `rlctl train grpo --preset laptop`, or name a --model and a --preset. Presets:", *presets]
+    if fitting := models_that_fit(config):
+        names = ", ".join(entry.names[0] for entry in fitting)
+        lines += ["  The largest models of the catalog that train on this machine:", f"    {names}"]
+    else:
+        lines.append("  No model of the catalog trains on this machine with these settings.")
+    return "\n".join([*lines, "  `rlctl plan --model NAME` shows how a model would train, here or with --gpu TYPE."])
+
+
+def models_that_fit(config: RlctlConfig, most: int = SHOWN) -> list[CatalogEntry]:
+    """Return the `most` largest models of the catalog that `config` has a plan for which can be run. A search by
+    halves finds the largest: what fits for one size is taken to fit for smaller ones."""
+    found = [(entry, entry.facts) for entry in entries() if entry.facts and entry.facts.family in FAMILIES]
+    known = sorted(found, key=lambda one: count(one[1]).total)
+    low, high = 0, len(known)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if _fits(config, known[middle][1]) else (low, middle)
+    return [entry for entry, facts in known[max(0, low - 2 * most) : low] if _fits(config, facts)][::-1][:most]
+
+
+def _fits(config: RlctlConfig, facts: ModelFacts) -> bool:
+    try:
+        workload = method_from_config(config, tries_loss=False).workload(facts)
+        return plan_from_config(config, facts, workload).runnable
+    except RlctlError:
+        return False

@@ -1,0 +1,266 @@
+"""A configuration made so small that a machine without GPUs runs it: what a rehearsal changes, and nothing else.
+
+Parallel sizes become at most 2, and four processes train. Numbers of prompts, of tokens and of steps become small. The
+values that only GPUs compute are left out. All else stays as it was given, with its origin.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlctl.backends.base import resolve_dtype
+from rlctl.config.facts import REHEARSAL_DETAIL
+from rlctl.config.load import DEFAULT, PLANNER, Resolved
+from rlctl.config.parallel import SIZES, ParallelSpec
+from rlctl.data.mixing import source_settings
+from rlctl.planner.choice import TEACHER_SIZES
+from rlctl.planner.result import Plan
+from rlctl.preparation.run_workers import training_of
+from rlctl.settings.config import RlctlConfig, RolloutConfig
+from rlctl.settings.rewards import MODEL, RewardTerm, SourceReward
+
+STEPS = 2
+PROMPTS, GENERATIONS, NEW_TOKENS = 2, 4, 16
+TURNS = 3
+"""Turns of a rollout with an environment."""
+MOST_PROCESSES = 4
+"""Processes that train."""
+MOST_LENGTH = 2048
+"""Tokens of prompt and completion."""
+VALIDATED = 4
+"""Prompts of a validation."""
+REHEARSAL = "rehearsal"
+"""Origin of the values that a rehearsal sets."""
+VARYING = """
+def varies(completion, **row):
+    return sum("a" <= letter <= "m" for letter in completion.lower()) / max(1, len(completion))
+"""
+"""A scorer that differs between the completions of a random model, which are seldom right: nothing is learned from
+equal ones. It gives the share of letters of the first half of the alphabet."""
+GPU_FIELDS = (
+    "megatron.fp8", "megatron.fp4", "megatron.transformer_impl", "megatron.moe_grouped_gemm", "megatron.moe_permute",
+    "megatron.moe_router_fusion", "megatron.moe_token_dispatcher", "megatron.moe_flex", "megatron.moe_enable_deepep",
+    "megatron.apply_rope_fusion", "megatron.bias_activation_fusion", "megatron.bias_dropout_fusion",
+    "megatron.masked_softmax_fusion", "megatron.gradient_accumulation_fusion", "megatron.overlap_p2p_comm",
+    "megatron.batch_p2p_comm", "megatron.deallocate_pipeline_outputs", "megatron.tp_comm", "megatron.attention_backend",
+    "megatron.cuda_graph", "megatron.enable_cuda_graph", "ddp.overlap", "ddp.fp8", "optimizer.fp8",
+    "optimizer.optimizer_cuda_graph", "vllm.quantization", "vllm.kv_cache", "vllm.calculate_kv_scales",
+    "vllm.enforce_eager", "vllm.attention_backend", "vllm.moe_backend", "vllm.compilation", "vllm.cudagraph",
+    "vllm.hf_overrides", "vllm.all2all", "vllm.enable_eplb", "vllm.gpu_memory", "refit.mover", "refit.directory",
+    "generation.memory_fraction", "generation.kv_cache_bytes", "generation.max_concurrent", "refit.staging_mb",
+    "generation.max_batched_tokens", "training.micro_batch_tokens", "training.first_stage_layers",
+    "training.last_stage_layers", "training.threads", "generation.threads",
+)  # fmt: skip
+"""Beginnings of keys that are about kernels, memory or links of GPUs, or about more layers than there are."""
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """The stand-ins of a rehearsal: what is played by something else than what the configuration names."""
+
+    folder: Path
+    model: Path
+    """The directory of the tiny model."""
+    teacher: Path | None = None
+    """The directory of the tiny teacher or reward model."""
+    keeps_tokenizer: bool = False
+    """Whether `model.tokenizer` can be had here."""
+    stop: str = ""
+    """A text that ends some of the completions of a random model."""
+    rows: tuple[tuple[str, Path], ...] = ()
+    """Names of data that cannot be had here, and the file of generated rows in their place."""
+
+    @property
+    def scorer(self) -> Path:
+        """The file of the scorer that varies."""
+        return self.folder / "rehearsal.py"
+
+    def data(self, name: str | None) -> str | None:
+        """Return the name of the data to take in place of `name`."""
+        return next((str(path) for own, path in self.rows if own == name), name)
+
+
+@dataclass(frozen=True)
+class ReplacedValue:
+    """A key whose value is another one in the rehearsal."""
+
+    key: str
+    was: Any
+    now: Any
+
+
+def shrunk(resolved: Resolved, plan: Plan, stand_ins: StandIns) -> Resolved:
+    """Return the configuration of the rehearsal; `resolved` holds the values of `plan`."""
+    values = small_values(resolved.config, plan, stand_ins)
+    left_out = [key for key in resolved.origin if key.startswith(GPU_FIELDS) and key not in values]
+    return resolved.replacing(values, REHEARSAL, without=left_out)
+
+
+def changes(before: Resolved, after: Resolved) -> tuple[list[ReplacedValue], list[ReplacedValue]]:
+    """Return the keys that are smaller in the rehearsal, and those that a user has set and a rehearsal leaves out, in
+    the schema's order."""
+    then, now = dict(before.leaves()), dict(after.leaves())
+    found = [ReplacedValue(key, then.get(key), now.get(key)) for key in then | now if then.get(key) != now.get(key)]
+    set_by_rehearsal = [one for one in found if after.origin.get(one.key) == REHEARSAL]
+    smaller = [one for one in set_by_rehearsal if REHEARSAL_DETAIL not in after.schema.facts(one.key)]
+    left_out = [one for one in found if after.origin.get(one.key) != REHEARSAL]
+    plain = (None, False, "auto", [], {})
+    return smaller, [
+        one for one in left_out if before.origin[one.key] not in (DEFAULT, PLANNER) and one.was not in plain
+    ]
+
+
+def small_values(config: RlctlConfig, plan: Plan, stand_ins: StandIns) -> dict[str, Any]:
+    """Return the values that a rehearsal sets, by key."""
+    values: dict[str, Any] = {
+        "cluster.gpu": "cpu", "cluster.nodes": 1, "cluster.gpus_per_node": 0, "cluster.ray_address": None,
+        "run.dir": str(stand_ins.folder / "run"), "run.steps": STEPS, "run.epochs": None, "run.checkpoint_every": 1,
+        "run.log_rollouts": 2 * PROMPTS * GENERATIONS, "run.show_samples": 0, "run.keep_last": STEPS,
+        "model.name": str(stand_ins.model), "model.revision": None,
+        "model.dtype": resolve_dtype(config.model.dtype, "cpu" if plan.cluster.is_cpu else "cuda"),
+        "model.max_length": min(config.model.max_length or plan.facts.max_length, MOST_LENGTH),
+    }  # fmt: skip
+    if stand_ins.teacher is not None and config.named_teacher:
+        values |= {"teacher.model": str(stand_ins.teacher), "teacher.revision": None}
+    if not stand_ins.keeps_tokenizer:
+        values |= {"model.tokenizer": None, "generation.stop_token_ids": ()}
+    if config.validation.every:
+        values["validation.every"] = 1
+    if config.validation.wanted:
+        values |= {"validation.max_prompts": VALIDATED}
+    if config.validation.holdout:
+        values["validation.holdout"] = VALIDATED
+    rollouts = config.rollout_settings
+    generations = min(GENERATIONS, rollouts.batch.generations) if rollouts else 1
+    values |= {
+        "batch.prompts": PROMPTS if generations > 1 else 2 * PROMPTS,
+        "batch.optimizer_steps": min(2, config.batch.optimizer_steps),
+        **small_layout(plan),
+        **_data(config, stand_ins),
+    }
+    if rollouts:
+        values |= {
+            "batch.generations": generations,
+            "generation.max_new_tokens": min(NEW_TOKENS, rollouts.generation.max_new_tokens),
+            "generation.mean_length": None,
+            "generation.stop": (*rollouts.generation.stop, *([stand_ins.stop] if stand_ins.stop else [])),
+            "filter.max_rounds": min(2, rollouts.filter.max_rounds),
+        }
+        if rollouts.validation.wanted:
+            values["validation.samples"] = min(2, rollouts.validation.samples)
+        if rollouts.environment.wanted:
+            values["environment.turns"] = min(TURNS, rollouts.environment.turns)
+    return values
+
+
+def _data(config: RlctlConfig, stand_ins: StandIns) -> dict[str, Any]:
+    """Return the values of data and rewards: rows in place of those that cannot be had here, and for each source a
+    scorer that varies."""
+    values: dict[str, Any] = {}
+    rollouts = config.rollout_settings
+    if config.data.sources:
+        settings = source_settings(config)
+        values["data.sources"] = [
+            {
+                **one.model_dump(mode="json"),
+                "name": stand_ins.data(one.name),
+                **({"reward": _with_variation(rollouts, own.reward, stand_ins)} if one.reward and rollouts else {}),
+            }
+            for one, own in zip(config.data.sources, settings, strict=True)
+        ]
+    elif stand_ins.data(config.data.name) != config.data.name:
+        values |= {"data.name": stand_ins.data(config.data.name), "data.params": {}, "data.size": None}
+    held = config.validation.data.name
+    if stand_ins.data(held) != held:
+        values |= {"validation.data.name": stand_ins.data(held), "validation.data.params": {}}
+    if rollouts and rollouts.learns_from_rewards:
+        reward, validation = rollouts.reward, rollouts.validation
+        values["reward.terms"] = _with_variation(rollouts, reward, stand_ins)["terms"]
+        if validation.wanted and not validation.reward and reward.terms:
+            values["validation.reward"] = _played(reward.terms, stand_ins)
+        elif validation.reward:
+            values["validation.reward"] = _played(validation.reward, stand_ins)
+    return values
+
+
+def _played(terms: Sequence[RewardTerm], stand_ins: StandIns) -> list[dict[str, Any]]:
+    tiny = {"name": f"{MODEL}{stand_ins.teacher}"}
+    return [term.model_dump() | (tiny if term.name.startswith(MODEL) else {}) for term in terms]
+
+
+def _with_variation(config: RolloutConfig, reward: SourceReward, stand_ins: StandIns) -> dict[str, Any]:
+    """Return a reward with the scorer that varies; of a task that is not named, with the task's own, unless an
+    environment gives the rewards."""
+    named = _played(reward.terms, stand_ins)
+    terms = named or ([] if config.environment.name else [{"name": "task"}])
+    return {"terms": [*terms, {"name": f"{stand_ins.scorer}:varies"}], "extract": reward.extract}
+
+
+def small_layout(plan: Plan) -> dict[str, Any]:
+    """Return the layout of a rehearsal: of the kinds of parallelism that the plan has, as many as four processes allow,
+    and one engine."""
+    training = training_of(plan)
+    parallel = small_parallel(training.parallel, fsdp=plan.backend == "dtensor")
+    values: dict[str, Any] = {
+        "training.backend": plan.backend,
+        "training.recompute": training.recompute,
+        "training.optimizer_offload": training.optimizer_offload,
+        "training.sequence_parallel": parallel.sequence_parallel,
+        "training.threads": 1,
+        **{
+            f"training.{size}": getattr(parallel, size) for size in SIZES if plan.facts.moe or size not in ("ep", "etp")
+        },
+    }
+    if plan.backend == "dtensor":
+        values["training.replicate"] = parallel.replicate
+    if plan.teacher is not None:
+        values |= {f"{plan.teacher.role}.{size}": 1 for size in TEACHER_SIZES}
+    if plan.generation is not None:
+        sizes = {size: min(2, getattr(plan.generation, size)) for size in ("tp", "pp", "dp", "ep")}
+        if sizes["tp"] * sizes["pp"] * sizes["dp"] > 2:  # one of them is rehearsed, or the experts over two
+            sizes |= {"tp": 1, "pp": 1} if sizes["ep"] > 1 and sizes["dp"] > 1 else {"pp": 1, "dp": 1}
+        ranks = sizes["tp"] * sizes["pp"] * sizes["dp"]
+        sizes["ep"] = min(sizes["ep"], sizes["tp"] * sizes["dp"])
+        values |= {f"generation.{size}": value for size, value in sizes.items()}
+        values |= {"generation.engines": 1, "generation.threads": 1, "generation.colocated": plan.colocated}
+        values["generation.devices"] = None if plan.colocated else ranks
+    return values
+
+
+def small_parallel(parallel: ParallelSpec, *, fsdp: bool = False) -> ParallelSpec:
+    """Return parallel sizes of at most 2 with at most four ranks. Pipeline stages and context parallelism stay where
+    they are, experts over ranks too, and tensor parallelism before data parallelism."""
+    size = Counter({key: min(2, getattr(parallel, key)) for key in SIZES})
+
+    def ranks(*keys: str) -> int:
+        product = 1
+        for key in keys or ("tp", "pp", "cp", "dp"):
+            product *= size[key]
+        return product
+
+    for key in ("dp", "tp"):
+        if ranks() > MOST_PROCESSES:
+            size[key] = 1
+    shards = ("dp", "cp") if fsdp else ("dp", "cp", "tp")
+    if size["ep"] > ranks(*shards):
+        size["dp"] = 2
+        if ranks() > MOST_PROCESSES:
+            size["tp"] = 1
+    fits = ranks("dp", "cp", "tp") % (size["ep"] * 2) == 0
+    size["etp"] = size["tp"] if fsdp or (size["etp"] > 1 and size["tp"] > 1 and fits) else 1
+    copies = min(2, parallel.replicate) if size["dp"] > 1 and size["ep"] == 1 else 1
+    return replace(
+        parallel, **size, replicate=copies, sequence_parallel=parallel.sequence_parallel and size["tp"] > 1,
+        first_stage_layers=None, last_stage_layers=None,
+    )  # fmt: skip
+
+
+def usual_letter(tokens: Sequence[str]) -> str:
+    """Return the letter that is in about one of ten tokens, at which a random model's completions are ended now and
+    then."""
+    shares = {letter: sum(letter in token for token in tokens) / max(1, len(tokens)) for letter in "etaoinshrdlu"}
+    return min(shares, key=lambda letter: abs(shares[letter] - 0.1))

@@ -1,0 +1,117 @@
+"""The live report of a run over HTTP, and the metrics of its last step in Prometheus' text format."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import re
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from rlctl.errors import InputError
+from rlctl.report.page import page
+from rlctl.report.run_report import reported, state_of
+from rlctl.runs.directory import RunDirectory
+from rlctl.telemetry.metrics import flatten, read_metrics
+
+PORT = 8642
+METRICS, EXPOSITION = "/metrics", "text/plain; version=0.0.4"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+"""A browser lets the page do nothing but ask this server."""
+SCRIPT = Path(__file__).with_name("watch.js")
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves the page of one run. Raises InputError where there is no run, or the address cannot be listened on."""
+
+    daemon_threads = True
+
+    def __init__(self, directory: Path, host: str, port: int | None) -> None:
+        self.run = RunDirectory(directory)
+        self.run.manifest()
+        self._made = threading.Lock()
+        self._page: tuple[str, bytes] = ("", b"")
+        ports = [PORT, 0] if port is None else [port]
+        for place, number in enumerate(ports):
+            try:
+                super().__init__((host, number), _Handler)
+                break
+            except (OSError, OverflowError) as error:
+                if place + 1 < len(ports):
+                    continue
+                why = getattr(error, "strerror", None) or error
+                hint = "Name another --port (0: any that is free), or another --host."
+                raise InputError(f"--host {host} --port {number} cannot be listened on: {why}.", hint) from error
+
+    @property
+    def address(self) -> str:
+        """The address to open in a browser."""
+        host, port = self.server_address[:2]
+        return f"http://{host!s}:{port}/"
+
+    def page(self) -> tuple[str, bytes]:
+        """Return the page as it is now, after a tag that changes with it."""
+        with self._made:
+            parts: list[object] = [self.run.is_locked()]
+            for path in (self.run.metrics, self.run.log, self.run.path / "manifest.json", self.run.memory):
+                with contextlib.suppress(OSError):
+                    found = path.stat()
+                    parts.append((path.name, found.st_size, found.st_mtime_ns))
+            tag = f'"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"'
+            if tag != self._page[0]:
+                shown = page([reported(self.run, state_of(self.run), begun=False)], SCRIPT.read_text(encoding="utf-8"))
+                self._page = (tag, shown.encode(errors="replace"))
+            return self._page
+
+    def exposition(self) -> str:
+        """Return the metrics of the last finished step, the step, and whether the run is running, as Prometheus reads
+        them: https://prometheus.io/docs/instrumenting/exposition_formats/."""
+        lines = read_metrics(self.run.metrics) if self.run.metrics.exists() else []
+        values = {"step": 0.0, "running": float(self.run.is_locked())}
+        values |= {name: value for name, value in (flatten(lines[-1]) if lines else ()) if math.isfinite(value)}
+        label = self.run.path.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return "".join(
+            f'# TYPE {full} gauge\n{full}{{run="{label}"}} {value!r}\n'
+            for name, value in values.items()
+            for full in [f"rlctl_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"]
+        )
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path not in ("/", METRICS):
+            self._answer(HTTPStatus.NOT_FOUND, f"The report is at /, and the metrics are at {METRICS}.".encode())
+            return
+        try:
+            if path == METRICS:
+                self._answer(HTTPStatus.OK, self.server.exposition().encode(), kind=EXPOSITION)
+                return
+            tag, body = self.server.page()
+        except InputError as error:  # the run was removed, or a file of it is damaged
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error.message} {error.hint or ''}".encode())
+            return
+        headers = [("ETag", tag), ("Cache-Control", "no-cache"), ("Content-Security-Policy", POLICY)]
+        if self.headers.get("If-None-Match") == tag:
+            self._answer(HTTPStatus.NOT_MODIFIED, b"", headers)
+        else:
+            self._answer(HTTPStatus.OK, body, headers, "text/html")
+
+    def _answer(
+        self, status: HTTPStatus, body: bytes, headers: Sequence[tuple[str, str]] = (), kind: str = "text/plain"
+    ) -> None:
+        self.send_response(status)
+        for name, value in (*headers, ("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body)))):
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # a browser that was closed
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the terminal shows the address."""
