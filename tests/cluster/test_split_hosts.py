@@ -106,7 +106,7 @@ def test_a_lost_engine_host_is_done_without_and_taken_back(hosts, tiny_llama, tm
 
 def test_a_lost_policy_host_ends_the_run_which_goes_on_on_one_host(hosts, tiny_llama, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    more = ("--set", "run.checkpoint_every=1", "--steps", "100000")
+    more = ("--set", "run.checkpoint_every=1", "--steps", "100000", "--set", "cluster.policy_restarts=0")
     with started(on_hosts(hosts, tiny_llama, run_dir, *more), log) as run:
         wait_for((run_dir / "checkpoints" / "step_2").exists, run, log)
         lost = host_of(hosts, "policy-0", run_dir)

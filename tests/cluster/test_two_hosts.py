@@ -143,6 +143,7 @@ def test_a_network_that_is_lost_between_hosts_ends_the_run(cluster, tiny_llama, 
     """The last of this file: the second host does not come back."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     limits = ("--steps", "300", "--set", "cluster.step_timeout_s=30", "--set", "refit.timeout_s=20")
+    limits += ("--set", "cluster.policy_restarts=0")
     with started(cluster.first.inside([*over_both(tiny_llama, cluster, run_dir), *limits], **TOKEN), log) as run:
         wait_for((run_dir / "checkpoints" / "step_2").exists, run, log)
         assert cluster.second.run("ip", "link", "set", "eth1", "down").returncode == 0

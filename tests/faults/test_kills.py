@@ -32,7 +32,7 @@ def long_run(model: Path, run_dir: Path, steps: int) -> list[str]:
     reward.write_text(SLOWER)
     more = ("--steps", str(steps), "--set", "run.checkpoint_every=3", "--set", "run.keep_last=2")
     # A replaced engine computes the same within rounding: here its death ends the run, which resumes to the same bits.
-    more += ("--set", "cluster.engine_restarts=0")
+    more += ("--set", "cluster.engine_restarts=0", "--set", "cluster.policy_restarts=0")
     arguments = command(model, run_dir, *more)
     arguments[arguments.index("--reward", arguments.index("--reward") + 1) + 1] = f"{reward}:even"
     return arguments

@@ -63,6 +63,14 @@ class PolicyClient:
             "whole_groups": whole_groups,
         }
 
+    def lost(self) -> RlctlError | None:
+        """Return what is wrong with the ranks, one of which is gone, does not answer, or has a broken device."""
+        try:
+            self.group.within(ANSWER_TIMEOUT_S).call(PolicyWorker.device_used)
+        except (WorkerError, WaitTimeoutError) as error:
+            return error
+        return None
+
     def load_model(self, directory: Path) -> None:
         self.group.call(PolicyWorker.load_model, directory)
 

@@ -280,7 +280,7 @@ class WorkerGroup(Generic[W_co]):
         constructed; `ready` waits for it too. `early` may have started processes already."""
         self.name, self.log_dir, self.call_timeout_s = name, log_dir.absolute(), call_timeout_s
         self.start_timeout_s = start_timeout_s
-        self.specs = tuple(specs)
+        self.specs = list(specs)
         self._path: tuple[str, ...] = ()
         self._worker_class, self._placement, self._concurrency = worker_class, placement, concurrency
         self._logs = [self.log_dir / f"{name}-{rank}.log" for rank in range(len(self.specs))]
@@ -371,8 +371,7 @@ class WorkerGroup(Generic[W_co]):
                 "Bring its host back, or raise cluster.start_timeout_s.",
             ) from None
         own = len(spec.bundles)
-        renewed = replace(spec, bundles=found[:own], others=found[own:])
-        self.specs = (*self.specs[:rank], renewed, *self.specs[rank + 1 :])
+        self.specs[rank] = replace(spec, bundles=found[:own], others=found[own:])
 
     def placed(self, ranks: Sequence[int]) -> list[int]:
         """Return those of `ranks` that have a place; the others' host is lost."""
@@ -392,9 +391,14 @@ class WorkerGroup(Generic[W_co]):
 
     def join(self, other: WorkerGroup[Any]) -> None:
         """Go on with the workers of `other` as the last ranks of this group."""
-        self.specs += other.specs
+        self.specs = [*self.specs, *other.specs]
         self.pids, self._logs = [*self.pids, *other.pids], [*self._logs, *other._logs]
         self.hosts = [*self.hosts, *other.hosts]
+
+    def become(self, other: WorkerGroup[W_co]) -> None:
+        """Go on with the workers of `other`; so does what `held` and `within` have returned."""
+        self.specs[:], self._logs[:] = other.specs, other._logs
+        self.hosts[:], self.pids[:] = other.hosts, other.pids
 
     def __len__(self) -> int:
         return len(self.hosts)
@@ -414,9 +418,8 @@ class WorkerGroup(Generic[W_co]):
         """Return workers `ranks` of a ready group as a group, renumbered from 0."""
         group = copy.copy(self)
         group.name = name or self.name
-        for field_ in ("hosts", "pids", "_logs"):
+        for field_ in ("hosts", "pids", "_logs", "specs"):
             setattr(group, field_, [getattr(self, field_)[rank] for rank in ranks])
-        group.specs = tuple(self.specs[rank] for rank in ranks)
         return group
 
     def log_path(self, rank: int) -> Path:
@@ -561,6 +564,11 @@ def oom_kills(counters: Path = Path("/proc/vmstat")) -> int:
 
 class WorkerDiedError(WorkerError):
     """A worker process is gone."""
+
+
+def cause_of(error: RlctlError) -> str:
+    """Return an error of a worker without the last lines of its log."""
+    return error.message.splitlines()[0].partition(" Its last lines")[0].partition(" It wrote nothing")[0]
 
 
 def first_done(calls: Sequence[PendingCall[Any]], timeout_s: float) -> list[PendingCall[Any]]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from rlctl.backends.clients import PolicyClient, Teacher
+from rlctl.backends.clients import PolicyClient
 from rlctl.checkpoints.conversion.prepared_model import prepared, require_seen
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster.ray_session import BesideSession, dead_process, fetch, require_processes
@@ -24,6 +24,7 @@ from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
 from rlctl.errors import InputError, RlctlError, WorkerError
 from rlctl.jobs.before_after import answered_twice, command_to_try
 from rlctl.jobs.kept_tokenizer import keep_tokenizer
+from rlctl.jobs.policy_recovery import load_policy, recovery_of
 from rlctl.methods.available import command_of
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan
@@ -183,7 +184,7 @@ def _train(
         stack.enter_context(telling_waits(display.say))
         stop.install()  # an import of Ray's may have swallowed a signal
         stop.trouble = dead_process
-        load = partial(_load_policy, job, display)
+        load = partial(load_policy, job, display)
         workers = stack.enter_context(start_run_workers(job.workers_spec(), run.logs, display.doing, load, ray.early))
         policy = workers.policy
         if job.method.reference_before_training:
@@ -217,6 +218,7 @@ def _train(
             timer=timer,
             validation=validation,
             critic=job.method.open_critic(policy),
+            recovery=recovery_of(job, run, workers, sync, saver, display),
         )
         steps = loop(job.config, parts, step=step, version=version)
         interrupted = steps.run(stop)
@@ -349,22 +351,6 @@ def _report(run: RunDirectory, display: Display, state: str) -> list[dict[str, A
     except Exception as error:  # noqa: BLE001 - whatever it is, all that the run was for is done
         display.say(f"The report could not be written: {type(error).__name__}: {error}")
     return []
-
-
-def _load_policy(job: Job, display: Display, policy: PolicyClient, teacher: PolicyClient | None) -> None:
-    display.doing("loading weights")
-    policy.load_model(job.source.weights)
-    if "reference_logprobs" in job.method.needs:
-        # The reference is the model the run began with, also when it goes on from a checkpoint.
-        policy.hold_reference()
-    if teacher is not None and job.teacher is not None:
-        display.doing(f"loading the {teacher.group.name}")
-        # Rollouts are scored while the policy trains, where they are sampled meanwhile.
-        stays = job.config.samples_while_training and not job.config.named_teacher
-        policy.teacher = Teacher(teacher, job.offload and not stays)
-        policy.teacher.load_model(job.teacher.source.weights)
-        if job.projection is not None:
-            policy.hold_projection(job.projection)
 
 
 def _precompute_reference(job: Job, run: RunDirectory, policy: PolicyClient) -> None:

@@ -30,7 +30,7 @@ from rlctl.cluster.placement import Bundle, Placement
 from rlctl.cluster.ray_session import fetch
 from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerSpec, failing_with, stop_together
 from rlctl.data.chat import EncodedPrompt
-from rlctl.errors import ConfigError, MachineError
+from rlctl.errors import ConfigError, MachineError, WaitTimeoutError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.quantized import quantized_matrices
 from rlctl.planner.choice import TrainingChoice
@@ -123,6 +123,8 @@ class RunWorkers:
     """The scorer of validation."""
     teacher: PolicyClient | None = None
     """The teacher or the reward model."""
+    again: Again | None = None
+    """Starts the policy's processes again; None: these are not of a run."""
 
     @property
     def groups(self) -> dict[str, WorkerGroup[Any]]:
@@ -218,10 +220,10 @@ def start_run_workers(
         teacher = None
         with failing_with(*beside.values()):
             doing("starting policy")
-            ranks.within(start_s).call(PolicyWorker.setup, _meeting_port(ranks))
+            meet(ranks, start_s)
             if teacher_ranks is not None and spec.teacher is not None:
                 doing(f"starting {teacher_ranks.name}")
-                teacher_ranks.within(start_s).call(PolicyWorker.setup, _meeting_port(teacher_ranks))
+                meet(teacher_ranks, start_s)
                 teacher = PolicyClient(teacher_ranks, spec.teacher, spec.training, **rows)
             load(policy, teacher)
             for what, call in beside.items():
@@ -230,7 +232,8 @@ def start_run_workers(
             if engines is not None:
                 engines.ready()
         client = EngineClient(engines, keeps=spec.own_nodes) if engines is not None else None
-        yield RunWorkers(spec, policy, senders, client, reward, validation, teacher)
+        again = Again(start, spec, processes, teacher_ranks)
+        yield RunWorkers(spec, policy, senders, client, reward, validation, teacher, again)
 
 
 @contextlib.contextmanager
@@ -244,8 +247,50 @@ def start_engines(spec: EnginesSpec, limits: ClusterConfig, log_dir: Path) -> It
         yield EngineClient(engines)
 
 
-def _meeting_port(ranks: WorkerGroup[Any]) -> int:
-    return ranks.part([0]).call(PolicyWorker.open_store)[0]
+def meet(ranks: WorkerGroup[PolicyWorker], timeout_s: float) -> None:
+    """Have the ranks of a policy find each other, and build their models."""
+    [port] = ranks.part([0]).call(PolicyWorker.open_store)
+    ranks.within(timeout_s).call(PolicyWorker.setup, port)
+
+
+class Again:
+    """Starts processes of a policy again; calls of its clients then reach the new ones."""
+
+    def __init__(
+        self,
+        start: _Start,
+        spec: RunWorkersSpec,
+        policy: WorkerGroup[PolicyProcess],
+        teacher: WorkerGroup[PolicyWorker] | None,
+    ) -> None:
+        self._start, self._spec, self.policy, self.teacher = start, spec, policy, teacher
+
+    def start_policy(self) -> None:
+        """Start the policy's processes, which were ended, where their devices are now."""
+        self._renew()
+        self._put_in_place(self.policy, self._start.policy(self._spec))
+        meet(self.policy.held(PolicyProcess.rank), self._spec.limits.start_timeout_s)
+
+    def start_teacher(self) -> None:
+        assert self.teacher is not None  # a run with one asks
+        assert self._spec.teacher is not None
+        self._put_in_place(self.teacher, self._start.teacher(self._spec, self._spec.teacher))
+        meet(self.teacher, self._spec.limits.start_timeout_s)
+
+    def _renew(self) -> None:
+        place, limit_s = self._start.of_policy, self._spec.limits.start_timeout_s
+        try:
+            place.bundles = place.renewed(place.bundles, limit_s)
+        except TimeoutError:  # Ray's GetTimeoutError is one too
+            raise WaitTimeoutError(
+                f"Ray found no place for the policy in {limit_s:.0f} s.",
+                "Bring its host back, or raise cluster.start_timeout_s.",
+            ) from None
+
+    def _put_in_place(self, group: WorkerGroup[Any], new: WorkerGroup[Any]) -> None:
+        self._start.groups.remove(new)  # the one whose place it takes is there
+        new.ready()
+        group.become(new)
 
 
 @contextlib.contextmanager

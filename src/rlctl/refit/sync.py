@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 
 from rlctl.backends.clients import EngineClient, PolicyClient
-from rlctl.cluster.workers import WorkerGroup
+from rlctl.cluster.workers import WorkerGroup, cause_of
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.decoding import DecodeCheck
@@ -52,6 +52,12 @@ class DeviceHandover:
     def taken(self) -> bool:
         """Whether one side waits while the other computes."""
         return self._offload or self._engines_sleep
+
+    def begin_again(self) -> None:
+        """Give the devices to the policy, whose processes are to start."""
+        if self._engines_sleep:
+            self._engines.sleep()
+        self.holder = DeviceHolder.POLICY
 
     @contextmanager
     def generating(self) -> Iterator[int]:
@@ -212,9 +218,7 @@ class WeightSync:
                 self.devices.make_room()
                 self._replace(lost)
                 self.devices.to_policy()
-                self.devices.to_weights()
-                self.session.reform(self.engines.receivers)
-                report = self._decoded(self.session.refit(version, verify=True))
+                report = self._reformed(version)
                 if generating:
                     self.devices.to_engines()
             except (WorkerError, WaitTimeoutError) as another:
@@ -226,6 +230,19 @@ class WeightSync:
             )
             return report
 
+    def rejoin(self, version: int) -> RefitReport:
+        """Refit all engines to `version` from a policy whose processes are new, replacing lost engines."""
+        self.devices.begin_again()
+        try:
+            return self._reformed(version)
+        except (WorkerError, WaitTimeoutError) as error:
+            return self.recover(error, version)
+
+    def _reformed(self, version: int) -> RefitReport:
+        self.devices.to_weights()
+        self.session.reform(self.engines.receivers)
+        return self._decoded(self.session.refit(version, verify=True))
+
     def _count(self, error: RlctlError, lost: list[int]) -> None:
         self._lost_so_far += len(lost)
         logs = ", ".join(str(self.engines.group.log_path(rank)) for rank in lost)
@@ -235,7 +252,7 @@ class WeightSync:
                 f"{self._restarts}. The last one: {error.message}",
                 error.hint or f"See {logs}.",
             ) from None
-        self._tell(f"engine {', '.join(map(str, lost))} is lost ({_cause(error)} See {logs}): starting another")
+        self._tell(f"engine {', '.join(map(str, lost))} is lost ({cause_of(error)} See {logs}): starting another")
 
     def _replace(self, lost: list[int]) -> None:
         """Start new engines for `lost`, or continue with the others. Engines set aside start once Ray has a place, as
@@ -250,12 +267,8 @@ class WeightSync:
             if len(lost) == len(self.engines):
                 raise
             self.engines.set_aside(lost)  # Ray may not know yet that their host is lost
-            self._tell(f"no other could be started ({_cause(error)}): going on with {len(self.engines)} engine(s)")
+            self._tell(f"no other could be started ({cause_of(error)}): going on with {len(self.engines)} engine(s)")
             return
         if away:
             self.engines.set_aside(away)
             self._tell(f"the host of {len(away)} of them is lost: going on with {len(self.engines)} engine(s)")
-
-
-def _cause(error: RlctlError) -> str:
-    return error.message.splitlines()[0].partition(" Its last lines")[0].partition(" It wrote nothing")[0]

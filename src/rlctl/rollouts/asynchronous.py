@@ -299,8 +299,7 @@ class AsynchronousSource:
                     self._changed.wait(LOOK_S)
                 finished = len(self._finished)
             if version is not None:
-                for engine, error in lost:
-                    self._replace(engine, error, version)
+                self._replace_all(lost, version)
                 if more:
                     self._admit(version)
             if finished != before or lost:
@@ -322,6 +321,15 @@ class AsynchronousSource:
                 for index, engine in enumerate(self._engines.engines)
             ]
             return ", ".join([*parts, f"the scorer has {len(self._sampled)}"])
+
+    def _replace_all(self, lost: Sequence[tuple[object, RlctlError]], version: int) -> None:
+        for number, (engine, error) in enumerate(lost):
+            try:
+                self._replace(engine, error, version)
+            except (WorkerError, WaitTimeoutError):  # the policy may be lost too: the next wait replaces the others
+                with self._changed:
+                    self._lost = [*lost[number:], *self._lost]
+                raise
 
     def _replace(self, engine: object, error: RlctlError, version: int) -> None:
         if engine in self._engines.engines:

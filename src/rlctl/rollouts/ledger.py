@@ -69,9 +69,10 @@ class Ledger:
             self._handed_over_below += 1
 
     def give_back(self, positions: Iterable[int]) -> None:
-        """Record that the groups at `positions`, which were finished, are to be made again."""
+        """Record that the groups at `positions`, which were finished or under way, are to be made again."""
         given_back = set(positions)
         self.finished -= given_back
+        self.under_way -= given_back
         self._again = sorted({*self._again, *given_back})
 
     def state(self) -> dict[str, Ranges]:

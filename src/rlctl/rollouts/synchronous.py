@@ -48,7 +48,8 @@ class SynchronousSource:
         try:
             return self._next(version)
         except BaseException:
-            self._ledger.give_back(self._ledger.finished)  # a checkpoint then asks for them again
+            # A checkpoint, or the next call, then asks for them again.
+            self._ledger.give_back(self._ledger.finished | self._ledger.under_way)
             raise
 
     def _next(self, version: int) -> RolloutBatch:

@@ -213,6 +213,8 @@ class ClusterConfig(Section):
     """Time limit of each wait during a step."""
     engine_restarts: NonNegative = 3
     """Number of lost engines that a run replaces and refits; with 0 the run ends at the first loss."""
+    policy_restarts: NonNegative = 3
+    """Number of times that a run restarts its policy after it lost ranks; with 0 the run ends at the first loss."""
 
     @model_validator(mode="after")
     def validate_gpus_or_none(self) -> ClusterConfig:

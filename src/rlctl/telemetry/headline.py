@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from rlctl.errors import listed
 from rlctl.telemetry.metrics import Metrics, flatten
 
 VALIDATION, BEFORE_STEPS = "validation/", "validation_at_start/"
@@ -174,7 +175,18 @@ def findings(lines: Sequence[Metrics]) -> list[str]:
     """Return a sentence with advice for each condition that held in some of the steps and still holds in half of the
     last fifth: training removes some by itself. Where no tool is called, equal rewards follow from it."""
     found = [one for one in CONDITIONS if _held(one, lines) and _lasts(one, lines)]
-    return [f"{_told(one, lines)}. {one.advice}" for one in found if one is not NO_SIGNAL or NO_CALLS not in found]
+    said = [f"{_told(one, lines)}. {one.advice}" for one in found if one is not NO_SIGNAL or NO_CALLS not in found]
+    return [*restarts(lines), *said]
+
+
+def restarts(lines: Sequence[Metrics]) -> list[str]:
+    """Return a sentence on the steps in which the policy was started again, with the last cause; none: it never was."""
+    hit = [line for line in lines if "policy_restarts" in line]
+    if not hit:
+        return []
+    steps = listed([str(line["step"]) for line in hit])
+    times, why = sum(line["policy_restarts"] for line in hit), hit[-1]["policy_failure"]
+    return [f"The policy was lost and started again {times} time(s), in step {steps}. The last cause: {why}"]
 
 
 def calls_nothing(lines: Sequence[Metrics]) -> bool:

@@ -19,7 +19,8 @@ import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import compress
 from operator import attrgetter
 from typing import Any, Protocol
@@ -41,6 +42,7 @@ from rlctl.telemetry.phases import ASIDE, Phase, StepTimer
 from rlctl.training.agreement import Agreement
 from rlctl.training.health import Health
 from rlctl.training.method import Critic, Method, RunLoss
+from rlctl.training.recovery import NoRecovery
 from rlctl.training.saving import Saver
 from rlctl.training.schedule import learning_rate, weight_decay
 
@@ -90,6 +92,8 @@ class Parts:
     """None: the run does not validate."""
     critic: Critic | None = None
     """None: the method makes its advantages without a value model."""
+    recovery: NoRecovery = field(default_factory=NoRecovery)
+    """Brings back a policy that lost ranks."""
 
 
 class Loop:
@@ -111,7 +115,7 @@ class Loop:
         journal = self.parts.journal
         if self.parts.sync is not None:
             journal.doing("first refit, every tensor compared")
-            journal.refitted(self.parts.sync.refit(self.version))
+            journal.refitted(self.parts.recovery.run(partial(self.parts.sync.refit, self.version), self))
         with stop.between_steps(), rare_garbage_collection():
             while self.step < self.config.run.steps and not stop.requested and not self._plateau:
                 metrics, ended = self._step(stop)
@@ -125,16 +129,19 @@ class Loop:
         """Take one step; return its metrics and whether it was saved as the last one."""
         parts, step = self.parts, self.step + 1
         parts.timer.restart()
-        at_start = {} if self.step else self._validate("validation_at_start")
+        survive = parts.recovery.run
+        at_start = {} if self.step else survive(partial(self._validate, "validation_at_start"), self)
         parts.journal.begin_step(step)
         version = self.version
         with self._saving_what_is_trained():
-            batch = self.sample()
+            batch = survive(self.sample, self)
         metrics = batch_metrics(batch, version, compares=self.parts.method.compares_rewards)
-        metrics |= {**self.train_on(batch), **self.refit(), **batch.metrics, **at_start}
+        metrics |= survive(partial(self.train_on, batch), self, trains=True)
+        parts.recovery.trained(self.step, version, batch)
+        metrics |= {**survive(self.refit, self), **batch.metrics, **at_start}
         self.step, self._trained = step, metrics
         with self._saving_what_is_trained():
-            metrics |= self._validate("validation")
+            metrics |= survive(partial(self._validate, "validation"), self)
         parts.journal.keep_rollouts(step, batch)
         try:
             for text in parts.health.check(step, metrics):
@@ -143,7 +150,8 @@ class Loop:
                 parts.journal.say(warning)
             ending = self.step == self.config.run.steps or stop.requested or bool(self._plateau)
             with parts.timer(Phase.CHECKPOINT):
-                self._save(step, metrics, ending=ending)
+                survive(partial(self._save, step, metrics, ending=ending), self)
+            metrics |= parts.recovery.metrics()
         except DivergenceError:
             parts.journal.log(step, self._timed(metrics))  # the report shows what it came to; no checkpoint does
             raise

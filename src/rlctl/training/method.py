@@ -60,6 +60,7 @@ NAMES_OF_A_STEP = frozenset({
     "grad_norm", "groups_without_signal", "image_tokens_mean", "images",
     "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lr",
     "micro_batches", "missing_groups", "offloaded_bytes", "optimizer_steps", "padding_fraction",
+    "policy_failure", "policy_restarts",
     "positions", "prompt_tokens_mean",
     "refit_seconds", "refit_verified", "response_tokens_max", "response_tokens_mean", "reward_by_source",
     "reward_error", "reward_mean", "reward_std", "reward_terms", "rollout_tokens", "sampled_rollouts",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from rlctl.backends.clients import PolicyClient
-from rlctl.errors import DivergenceError, InputError, RlctlError, WaitTimeoutError, WorkerError, listed
+from rlctl.errors import DivergenceError, InputError, RlctlError, WaitTimeoutError, WorkerError, first_line, listed
 from rlctl.runs.directory import Checkpoint, NewCheckpoint, RunDirectory
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.run import VALIDATION_PREFIX
@@ -50,6 +50,8 @@ class Saver:
         self._under_way: Future[None] | None = None
         self._given_up = threading.Event()
         self._begun = 0
+        self.saved = 0
+        """The step after which the last complete save of this process was begun."""
 
     def due(self, step: int, ending: bool) -> bool:
         """Return whether to save after `step` (counted from 1), unless its save was begun already."""
@@ -107,6 +109,7 @@ class Saver:
                         raise WorkerError("The run ended before the save was written.")
                 new.commit({**state, "files": self.policy.save_finish()})
             self.run.damaged.discard(new.step)
+            self.saved = new.step
             by_time = self.config.checkpoint_every is None and self.config.keep_best is None
             keep_last = self.config.keep_last or (KEPT if by_time else None)
             try:
@@ -133,6 +136,15 @@ class Saver:
             if under_way.done():  # else an interrupt or the limit ended the wait
                 self._under_way = None
 
+    def lose(self) -> None:
+        """Give up the save under way, the policy's processes being ended; its step can be saved again."""
+        try:
+            self.finish()
+        except (RlctlError, OSError) as error:
+            self._tell(f"The checkpoint of step {self._begun} is lost: {first_line(error)}")
+        if self._begun != self.saved:
+            self._begun = 0
+
     def close(self, tell: Callable[[str], None], *, at_once: bool = False) -> None:
         """Wait for the save under way (`at_once`: seconds) at the end of a run; `tell` reports a loss."""
         if self._under_way is None:
@@ -156,6 +168,20 @@ def newest_intact(run: RunDirectory, policy: PolicyClient, tell: Callable[[str],
     Those are no checkpoints of `run` from here on. Raises InputError where there are some and all are damaged.
     """
     found = run.checkpoint_directories()
+    if (checkpoint := intact(found, run, policy, tell)) is not None:
+        return checkpoint
+    if found:
+        raise InputError(
+            f"--resume: every checkpoint in {found[0].path.parent} is damaged.",
+            "Restore one from a copy, or start a new run.",
+        )
+    return None
+
+
+def intact(
+    found: Sequence[Checkpoint], run: RunDirectory, policy: PolicyClient, tell: Callable[[str], None]
+) -> Checkpoint | None:
+    """Return the last one of `found` whose files are as they were written; None: there is none."""
     for checkpoint in reversed(found):
         try:
             problems = policy.damaged_files(checkpoint.policy, checkpoint.state()["files"])
@@ -166,9 +192,4 @@ def newest_intact(run: RunDirectory, policy: PolicyClient, tell: Callable[[str],
         run.damaged.add(checkpoint.step)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         tell(f"checkpoint {checkpoint.path.name} is damaged: {problems[0]}{more}; looking at the one before")
-    if found:
-        raise InputError(
-            f"--resume: every checkpoint in {found[0].path.parent} is damaged.",
-            "Restore one from a copy, or start a new run.",
-        )
     return None
