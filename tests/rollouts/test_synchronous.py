@@ -46,7 +46,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[GroupRequest]:
     seen: list[GroupRequest] = []
 
     def generate(engines: Any, requests: Sequence[GroupRequest], sampling: Any, timeout_s: float, recover: Any) -> list:
-        assert sampling.timeout_s == CONFIG.rollout_timeout_s == CONFIG.cluster.step_timeout_s / 2 == timeout_s / 2
+        assert sampling.timeout_s == CONFIG.rollout_timeout_s == CONFIG.cluster.step_limit_s / 2 == timeout_s / 2
         if not seen:
             recover(WorkerError("engine 0 is gone"))
         seen.extend(requests)

@@ -151,6 +151,12 @@ def node_address() -> str | None:
     return ray.util.get_node_ip_address() if ray is not None and ray.is_initialized() else None
 
 
+def node_id() -> str | None:
+    """Ray's identifier of this node; None outside of Ray."""
+    ray = sys.modules.get("ray")
+    return ray.get_runtime_context().get_node_id() if ray is not None and ray.is_initialized() else None
+
+
 def _where_am_i() -> tuple[str, str | None, str]:
     import ray
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple, cast
 
-from rlctl.cluster import progress
+from rlctl.cluster import hangs, progress
 from rlctl.cluster.early_hosts import EarlyHosts
-from rlctl.cluster.placement import Bundle, Placement, node_address
+from rlctl.cluster.placement import Bundle, Placement, node_address, node_id
 from rlctl.cluster.ray_session import RAYLET, dead_process, require_processes
 from rlctl.cluster.usage import Usage, UsageSampler
 from rlctl.errors import PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
@@ -50,6 +50,8 @@ HOST_LOOK_S = 10.0
 SAME_CAUSE_S = 2.0
 PEER_CAUSE_S = 15.0
 MEMORY_ADVICE = "Stop other programs, use a smaller model or batch, or give the run more memory."
+LEAST_LIMIT_S = 300.0
+TIMES_SLOWEST = 10.0
 QUIET_S = 60.0
 """Time without an answer or a sign of progress after which it is said who is waited for, again and again."""
 
@@ -134,6 +136,7 @@ class _Host:
         if sharers:  # Ray lets a process have one thread otherwise
             os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharers))
         progress.host(Path(log_path).stem)
+        hangs.answer_questions(Path(log_path))
 
     def start(
         self,
@@ -227,11 +230,14 @@ class PendingCall(Generic[R]):
     method: str
     refs: list[Any]
     """Ray's handles of the results, in rank order."""
+    begun: float = field(default_factory=time.monotonic)
 
     def results(self, look: Callable[[], None] | None = None) -> list[R]:
         """Return the results in rank order; the first failing rank, or an error of `look`, ends the wait. Raises
         WorkerError (died or raised), WaitTimeoutError (names ranks), or a worker's RlctlError."""
-        return _wait_for_all([self], self.group.call_timeout_s, look)[0]
+        results = _wait_for_all([self], self.group.limit_s(self.method), look)[0]
+        self.group.took(self.method, time.monotonic() - self.begun)
+        return results
 
     def outcomes(self) -> list[R | WorkerError | WaitTimeoutError]:
         """Wait for every rank; a WorkerError or WaitTimeoutError stands for a missing result. Raises a worker's
@@ -257,7 +263,7 @@ class PendingCall(Generic[R]):
 
 
 class WorkerGroup(Generic[W_co]):
-    """One worker of a class per rank. Calls go to every rank, with the time limit `call_timeout_s` or `within`'s."""
+    """One worker of a class per rank. Calls go to every rank, with the time limit `limit_s`, or `within`'s."""
 
     def __init__(
         self,
@@ -273,13 +279,16 @@ class WorkerGroup(Generic[W_co]):
         concurrency: int = 1,
         then: Callable[[W_co], None] | None = None,
         early: EarlyHosts | None = None,
+        measured: bool = False,
     ) -> None:
         """Start the processes and construct the workers in parallel. Raises like `ready`. `wait` False returns at once;
         then call `ready` first. `worker_class` can be `module:name`, imported only in workers. Each worker takes
         `concurrency` calls at a time, each in a thread. `then`: a method that each worker calls as soon as it is
-        constructed; `ready` waits for it too. `early` may have started processes already."""
+        constructed; `ready` waits for it too. `early` may have started processes already. `measured`: once a
+        method has been called, the limit of its calls follows from the slowest (`limit_s`)."""
         self.name, self.log_dir, self.call_timeout_s = name, log_dir.absolute(), call_timeout_s
         self.start_timeout_s = start_timeout_s
+        self._slowest: dict[str, float] | None = {} if measured else None
         self.specs = list(specs)
         self._path: tuple[str, ...] = ()
         self._worker_class, self._placement, self._concurrency = worker_class, placement, concurrency
@@ -405,8 +414,26 @@ class WorkerGroup(Generic[W_co]):
 
     def within(self, timeout_s: float) -> WorkerGroup[W_co]:
         group = copy.copy(self)
-        group.call_timeout_s = timeout_s
+        group.call_timeout_s, group._slowest = timeout_s, None
         return group
+
+    def limit_s(self, method: str) -> float:
+        """Return the time limit of a call: ten times the slowest one of the method, at least five minutes, where the
+        group measures and the method has ended once; else `call_timeout_s`."""
+        slowest = self._slowest.get(method) if self._slowest is not None else None
+        return self.call_timeout_s if slowest is None else max(LEAST_LIMIT_S, TIMES_SLOWEST * slowest)
+
+    def took(self, method: str, seconds: float) -> None:
+        if self._slowest is not None:
+            self._slowest[method] = max(seconds, self._slowest.get(method, 0.0))
+
+    def looks(self) -> dict[int, hangs.Look]:
+        """Have the ranks' processes write their stacks to their logs; return what each is doing, if known."""
+        if not self.pids:
+            return {}
+        places = [spec.bundles[0].node_id for spec in self.specs]
+        processes = [hangs.Process(pid, str(log)) for pid, log in zip(self.pids, self._logs, strict=True)]
+        return hangs.look_at(dict(enumerate(zip(places, processes, strict=True))), node_id())
 
     def held(self, holder: Callable[[W_co], S]) -> WorkerGroup[S]:
         """The objects that the workers of a ready group hold: calls go to what their method `holder` returns."""
@@ -683,9 +710,15 @@ def _late(calls: Sequence[PendingCall[Any]], places: list[tuple[int, int]], time
     require_processes()
     index = places[0][0]
     late = [rank for one, rank in places if one == index]
-    group = calls[index].group
+    group, method = calls[index].group, calls[index].method
+    tail, found = group.log_tail(late[0]), ""
+    if timeout_s > USAGE_LIMIT_S:
+        with contextlib.suppress(Exception):  # the wait has ended, whatever keeps others from being looked at
+            found = hangs.told({rank: look for rank, look in group.looks().items() if rank in late})
+    found += f" The stacks of all ranks are in {group.log_dir}." if found else ""
+    measured = f", {TIMES_SLOWEST:.0f} times the slowest so far" if timeout_s != group.call_timeout_s else ""
+    names = ", ".join(map(str, late))
     return WaitTimeoutError(
-        f"{group.name} rank {', '.join(map(str, late))} did not finish `{calls[index].method}` in {timeout_s:.0f} s."
-        + group.log_tail(late[0]),
+        f"{group.name} rank {names} did not finish `{method}` in {timeout_s:.0f} s{measured}. {found}".rstrip() + tail,
         "If the work is just slow, raise cluster.step_timeout_s (or cluster.start_timeout_s at the start).",
     )

@@ -475,7 +475,7 @@ def _scored(
         encoder = one.encoders[task.label]
         of_episode = {row: episode_seed(seed, FIRST_EPISODE + row) for row in part}
         requests = [episode_request(row, rows[row], encoder, seeds[row], of_episode[row]) for row in part]
-    results = generate_groups(engines, requests, one.sampling(task), config.cluster.step_timeout_s)
+    results = generate_groups(engines, requests, one.sampling(task), config.cluster.step_limit_s)
     answers: list[GroupScores | None] = [None] * len(results)
     if scorer is not None:
         asked = (ScoreRequest(rows[r.group], r.texts, r.transcripts if r.episodes else None) for r in results)

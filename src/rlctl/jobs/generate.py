@@ -235,7 +235,7 @@ def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Itera
         for i, prompt in enumerate(encoder.fitted(*one) for one in zip(rows, prompts, strict=True))
     ]
     with started_engines(job, plan, tell) as (engines, _, turn), turn:
-        results = generate_groups(engines, requests, sampling, config.cluster.step_timeout_s)
+        results = generate_groups(engines, requests, sampling, config.cluster.step_limit_s)
         for row, result in zip(rows, results, strict=True):
             yield {"prompt": shown_prompt(row.prompt), "completions": _completions(result)}
 

@@ -75,7 +75,7 @@ def synthetic_session(job: SyntheticJob, tell: Callable[[str], None]) -> Iterato
             workers = [WorkerSpec(spec, (placement.bundles[0],), env) for spec in specs]
             return WorkerGroup(
                 name, kind, workers, placement, logs,
-                start_timeout_s=limits.start_timeout_s, call_timeout_s=limits.step_timeout_s, wait=False,
+                start_timeout_s=limits.start_timeout_s, call_timeout_s=limits.step_limit_s, wait=False,
             )  # fmt: skip
 
         sources = [{"rank": rank, "world": world, "threads": 1} for rank in range(policy_spec.parallel.world_size)]

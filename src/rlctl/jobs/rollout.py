@@ -85,7 +85,7 @@ def play(job: EpisodesJob, tell: Tell) -> Iterator[dict[str, Any]]:
     )
     with started_engines(job.completions, plan, tell, prompts.environment) as (engines, policy, turn):
         with turn:
-            results = generate_groups(engines, requests, sampling, config.cluster.step_timeout_s)
+            results = generate_groups(engines, requests, sampling, config.cluster.step_limit_s)
         differences = [
             policy_difference(policy, [result]) if policy and job.completions.compares else None for result in results
         ]

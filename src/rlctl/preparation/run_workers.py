@@ -25,6 +25,7 @@ from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.lookup import EngineBackend, PolicyBackend, engine_backend, policy_backend
 from rlctl.backends.messages import Sampling, Truncation
 from rlctl.checkpoints.model_source import ModelSource
+from rlctl.cluster import hangs
 from rlctl.cluster.early_hosts import EarlyHost, EarlyHosts
 from rlctl.cluster.placement import Bundle, Placement
 from rlctl.cluster.ray_session import fetch
@@ -335,18 +336,22 @@ class _Start:
                 group.ready()
 
     def policy(self, spec: RunWorkersSpec) -> WorkerGroup[PolicyProcess]:
-        return self._group(
-            "policy", POLICY_PROCESS, self._ranks(spec, spec.policy, {"worker": spec.backend.worker}), self.of_policy
-        )
+        ranks = self._ranks(spec, spec.policy, {"worker": spec.backend.worker})
+        # A save without copies holds up the update after it until it is written, whatever earlier ones took.
+        measured = self.limits.step_timeout_s is None and spec.policy.save_copies
+        return self._group("policy", POLICY_PROCESS, ranks, self.of_policy, measured=measured)
 
     def teacher(self, spec: RunWorkersSpec, teacher: PolicySpec) -> WorkerGroup[PolicyWorker]:
         name = "reward-model" if teacher.valued else "teacher"
-        return self._group(name, spec.backend.worker, self._ranks(spec, teacher, {}), self.of_policy)
+        ranks, measured = self._ranks(spec, teacher, {}), self.limits.step_timeout_s is None
+        return self._group(name, spec.backend.worker, ranks, self.of_policy, measured=measured)
 
     def _ranks(self, spec: RunWorkersSpec, policy: PolicySpec, more: dict[str, Any]) -> list[WorkerSpec]:
         places = self.of_policy.bundles
         size, address = policy.parallel.world_size, places[0].node
         env = policy_environment(policy.threads, policy.device, spec.training)
+        if policy.device == "cuda":
+            env = {hangs.TRACE_FILE: str(self.log_dir.absolute() / "nccl-"), **env}
         shared = {"world_size": size, "master_addr": address, "spec": policy, **more}
         return [WorkerSpec(shared | {"rank": rank}, (places[rank],), env) for rank in range(size)]
 
@@ -378,10 +383,12 @@ class _Start:
         *,
         concurrency: int = 1,
         then: Callable[[Any], None] | None = None,
+        measured: bool = False,
     ) -> WorkerGroup:
         group = WorkerGroup(
             name, worker, specs, place, self.log_dir, start_timeout_s=self.limits.start_timeout_s,
-            call_timeout_s=self.limits.step_timeout_s, wait=False, concurrency=concurrency, then=then, early=self.early,
+            call_timeout_s=self.limits.step_limit_s, wait=False, concurrency=concurrency, then=then, early=self.early,
+            measured=measured,
         )  # fmt: skip
         self.groups.append(group)
         return group
@@ -422,7 +429,8 @@ DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 def policy_environment(threads: int | None, device: Device, training: TrainingConfig) -> dict[str, str]:
     """The variables of a training process; the user's own win."""
-    env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    env = {**(hangs.RECORD if device == "cpu" else hangs.NCCL_RECORD)}
+    env |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
     if device == "cpu":  # torch asks for huge pages: fresh small ones cost more than what fills them
         env["THP_MEM_ALLOC_ENABLE"] = "1"
     else:  # on Hopper torch prefers cuDNN's attention, which builds and keeps a plan for each shape of a row
@@ -502,7 +510,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: M
         never=facts.never_sampled if plan.generation is not None else (),
         threads=training.threads,
         seed=config.run.seed,
-        timeout_s=config.cluster.step_timeout_s,
+        timeout_s=config.cluster.step_limit_s,
         recompute=training.recompute,
         optimizer_offload=training.optimizer_offload,
         reference_offload=training.reference_offload,

@@ -234,7 +234,7 @@ class AsynchronousSource:
                 self._asked[engine].update({request.group: request for request in share})
             try:
                 self._engines.submit(engine, share, self._groups.sampling)
-                calls = [] if waited_for else [self._engines.collect(engine, self._config.cluster.step_timeout_s)]
+                calls = [] if waited_for else [self._engines.collect(engine, self._config.cluster.step_limit_s)]
             except (WorkerError, WaitTimeoutError) as error:
                 self._lose(engine, error)
                 continue
@@ -282,7 +282,7 @@ class AsynchronousSource:
         """Wait for a result of `find`. With a `version`, replace failed engines and groups that filled no place. Raises
         a thread's error, and WaitTimeoutError after `cluster.step_timeout_s` without a finished group."""
         # An engine and a scorer have their own limits, whose errors say more: let those come first.
-        limit_s = self._config.cluster.step_timeout_s + self._config.reward.timeout_s + 2 * MARGIN_S
+        limit_s = self._config.cluster.step_limit_s + self._config.reward.timeout_s + 2 * MARGIN_S
         quiet, before, told = time.monotonic(), -1, 0
         while True:
             with self._changed:
@@ -393,7 +393,7 @@ class AsynchronousSource:
             self._held += results
             if left and failure is None:
                 try:
-                    self._calls.append(self._engines.collect(pending.engine, self._config.cluster.step_timeout_s))
+                    self._calls.append(self._engines.collect(pending.engine, self._config.cluster.step_limit_s))
                 except WorkerError as error:
                     failure = error
             if failure is not None:

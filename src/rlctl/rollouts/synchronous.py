@@ -66,7 +66,7 @@ class SynchronousSource:
                     self._engines,
                     requests,
                     self._groups.sampling,
-                    config.cluster.step_timeout_s,
+                    config.cluster.step_limit_s,
                     lambda error: self._sync.recover(error, version),
                 )
             with self._timer(Phase.REWARD) if self._groups.scores else contextlib.nullcontext():

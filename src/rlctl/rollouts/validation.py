@@ -250,7 +250,7 @@ class SampledValidation(Validation):
                 self._engines,
                 requests,
                 data.sampling,
-                config.cluster.step_timeout_s,
+                config.cluster.step_limit_s,
                 lambda error: self._sync.recover(error, version),
             )
             self._engines.forget_prompts()

@@ -175,7 +175,7 @@ class EngineConfig(RlctlConfig):
     @property
     def rollout_timeout_s(self) -> float:
         """Longest time from the first token of a completion to its last, in seconds."""
-        return self.cluster.step_timeout_s / 2
+        return self.cluster.step_limit_s / 2
 
     @property
     def new_tokens(self) -> int:
@@ -263,9 +263,9 @@ class RolloutConfig(EngineConfig):
 
     @model_validator(mode="after")
     def validate_rollouts_end_before_the_step(self) -> RolloutConfig:
-        if self.rollout_timeout_s >= self.cluster.step_timeout_s:
+        if self.rollout_timeout_s >= self.cluster.step_limit_s:
             raise ValueError(
                 f"rollouts.timeout_s = {self.rollout_timeout_s:g} is not below cluster.step_timeout_s = "
-                f"{self.cluster.step_timeout_s:g}, after which a step fails"
+                f"{self.cluster.step_limit_s:g}, after which a step fails"
             )
         return self

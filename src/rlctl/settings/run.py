@@ -192,6 +192,9 @@ class RolloutChecksConfig(ChecksConfig):
         return self.logprob_diff_error
 
 
+UNMEASURED_STEP_S = 3600.0
+
+
 class ClusterConfig(Section):
     """The machine: nodes, GPUs, Ray, and timeouts."""
 
@@ -209,12 +212,18 @@ class ClusterConfig(Section):
     """Address of a Ray cluster to join; unset: start one on this machine and stop it at the end."""
     start_timeout_s: Seconds = 600.0
     """Time limit for starting Ray and the workers."""
-    step_timeout_s: Seconds = 3600.0
-    """Time limit of each wait during a step."""
+    step_timeout_s: Seconds | None = None
+    """Time limit of each wait during a step. Unset: an hour, and for calls of the policy that the run has measured ten
+    times the slowest so far, at least 5 minutes."""
     engine_restarts: NonNegative = 3
     """Number of lost engines that a run replaces and refits; with 0 the run ends at the first loss."""
     policy_restarts: NonNegative = 3
     """Number of times that a run restarts its policy after it lost ranks; with 0 the run ends at the first loss."""
+
+    @property
+    def step_limit_s(self) -> float:
+        """The limit of waits that no measurement bounds."""
+        return self.step_timeout_s or UNMEASURED_STEP_S
 
     @model_validator(mode="after")
     def validate_gpus_or_none(self) -> ClusterConfig:

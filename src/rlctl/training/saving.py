@@ -42,7 +42,7 @@ class Saver:
         """`tell` reports checkpoints that cannot be removed."""
         options = config.run
         self.run, self.policy, self.config = run, policy, options
-        self._limit_s, self._tell = config.cluster.step_timeout_s, tell
+        self._limit_s, self._tell = config.cluster.step_limit_s, tell
         by_validation = options.keep_best_by.startswith(VALIDATION_PREFIX)
         self._validated_every = config.validation.every if by_validation else 1
         self._since, self._cost_s = time.monotonic(), 0.0

@@ -67,7 +67,7 @@ class TextValidation(Validation):
                 sync.engines,
                 requests,
                 validation_sampling(self._texts, self._data.stream.encoder),
-                self._config.cluster.step_timeout_s,
+                self._config.cluster.step_limit_s,
                 lambda error: sync.recover(error, version),
             )
             sync.engines.forget_prompts()

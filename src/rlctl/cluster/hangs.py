@@ -1,0 +1,232 @@
+"""What processes do that do not answer: their Python stacks go to their logs, and torch's record of collectives to a
+file beside each log. Both are asked for on the process's own node."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ANSWER_S = 5.0
+NODE_S = 30.0
+"""How long the look at the processes of another node may take."""
+WRITE_S = 0.5
+"""Stacks are written within this time after the signal."""
+RECORD = {"TORCH_FR_BUFFER_SIZE": "2000"}
+"""torch reads it at the first group of processes, and keeps the newest collectives of each process since then."""
+NCCL_RECORD = {**RECORD, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+TRACE_FILE = "TORCH_FR_DUMP_TEMP_FILE"
+"""Where torch's own watchdog writes the record when NCCL's limit ends a collective; the rank is appended."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process to look at."""
+
+    pid: int
+    log: str
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that a process has begun and that has not ended."""
+
+    group: str
+    """torch's name of the group of processes, the same in all of them."""
+    number: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a process was doing."""
+
+    where: str = ""
+    """The innermost line of its call, as `function` (file:line)."""
+    open: tuple[Collective, ...] = ()
+    last: Mapping[str, int] = field(default_factory=dict)
+    """The number of the last collective that it has begun in each group."""
+    in_torch: bool = False
+    """A function of torch.distributed is the innermost of some thread."""
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.open) or (self.in_torch and not self.last)
+
+
+def answer_questions(log: Path) -> None:
+    """Let this process write its stacks to standard error, its log, after SIGUSR2, and its record when asked."""
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+    listening = socket.socket(socket.AF_UNIX)
+    with contextlib.suppress(OSError):
+        listening.bind(_address(os.getpid()))
+    listening.listen()
+    threading.Thread(target=_answer, args=(listening, record_path(log)), name="hangs", daemon=True).start()
+
+
+def record_path(log: Path) -> Path:
+    return log.with_suffix(".collectives.json")
+
+
+def _address(pid: int) -> str:
+    # A name without a file, seen within the host's network, which containers with other process numbers may share.
+    return f"\0rlctl-hangs-{os.stat('/proc/self/ns/pid').st_ino}-{pid}"
+
+
+def _answer(listening: socket.socket, path: Path) -> None:
+    while True:
+        with contextlib.suppress(Exception):  # the process has other work
+            connection, _ = listening.accept()
+            with connection:
+                _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                if user == os.getuid():
+                    connection.sendall(json.dumps(_write_record(path)).encode())
+
+
+def _write_record(path: Path) -> list[dict[str, Any]]:
+    """Write what torch has recorded of the collectives of this process; return its entries without stacks."""
+    if "torch.distributed" not in sys.modules:
+        return []
+    from torch._C import _distributed_c10d as c10d
+
+    entries = []
+    # NCCL has a record of its own, which a build without CUDA lacks; the other one has gloo's collectives.
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        if hasattr(c10d, name):
+            entries += json.loads(getattr(c10d, name)(True, False)).get("entries", [])
+    if entries:
+        path.write_text(json.dumps({"entries": entries}))
+    return entries
+
+
+def look_here(processes: Sequence[Process]) -> list[Look]:
+    """Have processes of this node write down what they do; return it."""
+    ended = [_size(process.log) for process in processes]
+    for process in processes:
+        if _catches(process.pid):  # SIGUSR2 ends one that does not
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, signal.SIGUSR2)
+    with ThreadPoolExecutor(max(1, len(processes))) as pool:
+        records = list(pool.map(_asked, processes))
+    time.sleep(WRITE_S)
+    return [
+        look_of(_text(process.log, size), record)
+        for process, size, record in zip(processes, ended, records, strict=True)
+    ]
+
+
+def _size(path: str) -> int:
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_size
+    return 0
+
+
+def _text(path: str, begin: int) -> str:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(begin)
+        return file.read().decode(errors="replace")
+    return ""
+
+
+def _catches(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR2 - 1) & 1)
+    return False
+
+
+def _asked(process: Process) -> list[dict[str, Any]]:
+    """Return the record of a process; nothing where its interpreter is held up too."""
+    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ANSWER_S)
+        connection.connect(_address(process.pid))
+        parts = []
+        while part := connection.recv(1 << 20):
+            parts.append(part)
+        return json.loads(b"".join(parts))
+    return []
+
+
+FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
+TORCH = "/torch/distributed/"
+CALL = ("/rlctl/cluster/workers.py", "call")
+"""The frame of a worker's call, in the thread that does what was asked."""
+
+
+def look_of(stacks: str, record: Sequence[Mapping[str, Any]]) -> Look:
+    """Return what the stacks of faulthandler and the entries of torch's flight recorder (JSON) say."""
+    threads = [list(FRAME.finditer(part)) for part in re.split(r"^(?:Current t|T)hread 0x.*$", stacks, flags=re.M)]
+    where = ""
+    for frames in threads:
+        if any(one["function"] == CALL[1] and one["file"].endswith(CALL[0]) for one in frames):
+            where = f"`{frames[0]['function']}` ({frames[0]['file']}:{frames[0]['line']})"
+    last: dict[str, int] = {}
+    begun = []
+    for entry in record:
+        if entry.get("is_p2p"):  # numbered per pair
+            continue
+        group, number = ":".join(entry["process_group"]), int(entry["collective_seq_id"])
+        last[group] = max(last.get(group, 0), number)
+        if not entry["retired"]:
+            begun.append(Collective(group, number, entry["profiling_name"].rpartition(":")[2]))
+    in_torch = any(frames and TORCH in frames[0]["file"] for frames in threads)
+    return Look(where, tuple(begun), last, in_torch)
+
+
+def look_at(processes: Mapping[int, tuple[str, Process]], here: str | None) -> dict[int, Look]:
+    """Look at the processes of ranks, given as (Ray's identifier of the node, process). `here`: this node's."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    by_node: dict[str, dict[int, Process]] = {}
+    for rank, (node, process) in processes.items():
+        by_node.setdefault(node, {})[rank] = process
+    asked = {}
+    for node, those in by_node.items():
+        if node != here:
+            place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+            task = ray.remote(num_cpus=0, max_retries=0)(look_here).options(scheduling_strategy=place)
+            asked[node] = task.remote(list(those.values()))
+    looks = dict(zip(by_node[here], look_here(list(by_node[here].values())), strict=True)) if here in by_node else {}
+    for node, ref in asked.items():
+        with contextlib.suppress(Exception):  # a node that does not answer tells nothing; the wait has its own error
+            looks |= zip(by_node[node], ray.get(ref, timeout=NODE_S), strict=True)
+    return looks
+
+
+def told(looks: Mapping[int, Look]) -> str:
+    """Say which ranks wait in a collective, and which ones they wait for."""
+    latest: dict[str, int] = {}
+    for look in looks.values():
+        for one in look.open:
+            latest[one.group] = max(latest.get(one.group, 0), one.number)
+    # A rank that waits too, but for an earlier collective of a group, holds up those who are further.
+    behind = {
+        rank
+        for rank, look in looks.items()
+        if not look.waits or any(look.last.get(group, number) < number for group, number in latest.items())
+    }
+    waiting = [rank for rank in looks if rank not in behind]
+    parts = []
+    if waiting:
+        names = sorted({one.what for rank in waiting for one in looks[rank].open})
+        parts.append(f"Rank {', '.join(map(str, waiting))} wait{'s' * (len(waiting) == 1)} for other ranks")
+        parts[0] += f" in {', '.join(names)}." if names else "."
+    for rank in sorted(behind):
+        what = "is behind" if looks[rank].waits else "does not wait"
+        place = f", it is in {looks[rank].where}" if looks[rank].where else ""
+        parts.append(f"Rank {rank} {what}{place}.")
+    return " ".join(parts)
