@@ -1,10 +1,11 @@
 # `make demo` trains a small model, `make test-fast` runs the tests without engines, `make test` runs all but slow tests,
-# `make lint` checks style, imports and types, `make docs` builds the documentation into build/docs. Each sets up .venv
-# first and needs only Python 3.11 or 3.12 and pip.
-.PHONY: demo docs lint test test-fast venv
+# `make nightly` runs the slow ones, `make lint` checks style, imports and types, `make docs` builds the documentation into
+# build/docs, `make durations` keeps what the last run of tests took. Each sets up .venv first and needs only Python 3.11
+# or 3.12 and pip.
+.PHONY: demo docs durations lint nightly test test-fast venv
 
-# Two processes, each with whole folders of tests (tests/conftest.py).
-PYTEST_ARGS ?= -n 2 --no-loadscope-reorder
+# Two processes, which get pieces of about 30 s (tests/support/durations.py).
+PYTEST_ARGS ?= -n 2
 
 demo: venv
 	.venv/bin/rlctl train grpo --preset laptop
@@ -13,7 +14,13 @@ test: venv
 	.venv/bin/python -m pytest $(PYTEST_ARGS)
 
 test-fast: venv
-	.venv/bin/python -m pytest -n 2 --no-loadscope-reorder $(addprefix tests/,config planner methods data models weights)
+	.venv/bin/python -m pytest $(PYTEST_ARGS) $(addprefix tests/,config planner methods data models weights)
+
+nightly: venv
+	.venv/bin/python -m pytest $(PYTEST_ARGS) -m "slow and not gpu"
+
+durations:
+	cp .pytest_cache/d/durations/durations.txt tests/durations.txt
 
 lint: venv
 	.venv/bin/ruff check

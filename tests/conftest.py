@@ -30,42 +30,27 @@ os.environ.update(
 
 from rlctl.tiny_models.text import write_tiny_family
 from rlctl.vector_math import warm_up
+from support.durations import DurationsPlugin, make_scheduler
 from support.forked_workers import started_anew
 
 pytest_plugins = ["support.commands", "support.engines", "support.scoring"]
 
-SHARING = {"backends": "engines", "refit": "engines", "test_vector_math.py": "engines"}
-"""Folders whose tests share engines and pools, by the name of what they share; other folders stand alone."""
 
-LONGEST = ("jobs", "faults", "backends", "refit", "parallel")
-"""Folders that take longest: they come first, so that two processes end at about the same time."""
-
-
-def folder_of(nodeid: str) -> str:
-    return nodeid.split("/")[1]
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(DurationsPlugin(config), "durations")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the folders that take longest first; the order is otherwise that of the names. Tests for GPUs are left out
-    where there is no driver, and nowhere else: they fail where there is one and the engines do not find it."""
+    """Skip tests for GPUs if there is no driver, and only then: they fail if an engine does not find the GPU."""
     if shutil.which("nvidia-smi") is None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="there is no NVIDIA driver here"))
-    ranks = {folder: rank for rank, folder in enumerate(LONGEST)}
-    items.sort(key=lambda item: ranks.get(folder_of(item.nodeid), len(LONGEST)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a folder's tests in one process where several run tests: they share what is slow to start."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFolder(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return SHARING.get(folder_of(nodeid), folder_of(nodeid))
-
-    return ByFolder(config, log)
+    return make_scheduler(config, log)
 
 
 def pytest_collection_finish() -> None:
