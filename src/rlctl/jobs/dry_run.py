@@ -73,7 +73,8 @@ class DryRun:
     @classmethod
     def of(cls, job: Job, told: Sequence[str] = ()) -> DryRun:
         """The dry run of a prepared job; `told` is what was said while it was prepared."""
-        notes = (*about(job), *_machine(job.resolved, job.plan), *format_notes(job.resolved), *told)
+        tried = _tried_here(job.resolved) if job.rewards else []
+        notes = (*about(job), *tried, *_machine(job.resolved, job.plan), *format_notes(job.resolved), *told)
         return cls(job.resolved, job.plan, BackendArguments.of(job.workers_spec()), notes, FirstLook.of(job))
 
     def to_json(self) -> dict[str, Any]:
@@ -258,7 +259,8 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
         workers = planned_workers(resolved.config, facts, plan, Path(model.name or ""), None, method)
         if teacher is not None:
             workers = replace(workers, teacher=planned_teacher(resolved.config, facts, teacher, plan, method))
-        notes = (*told, *format_notes(resolved), *checks.passed, *_assumed(resolved, plan))
+        tried = _tried_here(resolved) if checks.trials else []
+        notes = (*told, *format_notes(resolved), *checks.passed, *tried, *_assumed(resolved, plan))
         arguments = BackendArguments.of(workers)
         return DryRun(resolved, plan, arguments, notes, unchecked=unchecked, trials=checks.trials)
     return DryRun.of(job, told)
@@ -297,6 +299,12 @@ def _machine(resolved: Resolved, plan: Plan) -> list[str]:
     if resolved.config.cluster.gpu != "auto" or plan.cluster.is_cpu or local_gpus():
         return []
     return [f"note: this machine has no GPU; planned for {plan.cluster.device.name.upper()}"]
+
+
+def _tried_here(resolved: Resolved) -> list[str]:
+    address = resolved.config.cluster.ray_address
+    told = f"note: the rewards were tried on this machine; a run tries them again on a node of the cluster at {address}"
+    return [told] if address is not None else []
 
 
 def _model_is_absent(model: ModelConfig) -> bool:

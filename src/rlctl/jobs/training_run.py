@@ -185,7 +185,9 @@ def _train(
         stop.install()  # an import of Ray's may have swallowed a signal
         stop.trouble = dead_process
         load = partial(load_policy, job, display)
-        workers = stack.enter_context(start_run_workers(job.workers_spec(), run.logs, display.doing, load, ray.early))
+        workers = stack.enter_context(
+            start_run_workers(job.workers_spec(), run.logs, display.doing, load, ray.early, display.say)
+        )
         policy = workers.policy
         if job.method.reference_before_training:
             display.doing("log-probs of the reference model")

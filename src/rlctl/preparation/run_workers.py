@@ -31,7 +31,7 @@ from rlctl.cluster.placement import Bundle, Placement
 from rlctl.cluster.ray_session import fetch
 from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerSpec, failing_with, stop_together
 from rlctl.data.chat import EncodedPrompt
-from rlctl.errors import ConfigError, MachineError, WaitTimeoutError
+from rlctl.errors import ConfigError, MachineError, RlctlError, WaitTimeoutError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.quantized import quantized_matrices
 from rlctl.planner.choice import TrainingChoice
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 POLICY_PROCESS = "rlctl.refit.weight_sender:policy_process"
 ENGINE_PROCESS = "rlctl.rollouts.episodes:engine_process"
 REWARD_WORKER = "rlctl.rewards.reward_worker:RewardWorker"
+Scorers = tuple[WorkerGroup[RewardWorker] | None, WorkerGroup[RewardWorker] | None]
+"""The scorer of training and the scorer of validation, where they exist."""
 # Calls that an engine takes at a time where a refit may come into a generation: `generate`, `submit`, `collect`, the
 # refit, and one that looks.
 ENGINE_CALLS = 5
@@ -181,20 +183,27 @@ def start_run_workers(
     doing: Callable[[str], None] = lambda what: None,
     load: Callable[[PolicyClient, PolicyClient | None], None] = lambda policy, teacher: None,
     early: EarlyHosts | None = None,
+    tell: Callable[[str], None] = lambda note: None,
 ) -> Iterator[RunWorkers]:
     """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once. `load`
     gives policy and teacher their weights. Engines and scorers start beside both, unless engines have to be alone on
-    their devices. `doing` receives the name of each phase. `early`: processes that were started before."""
+    their devices. `doing` receives the name of each phase. `early`: processes that were started before. On a
+    running cluster the rewards are tried where the scorers are, before the others start; `tell` receives what is
+    different there."""
     with _starting(spec.policy.device, spec.limits, log_dir, early) as start:
         shared = spec.engines is None or spec.colocated
         engine_devices = spec.engines.devices if spec.engines is not None else 0
         start.of_policy = start.reserve(max(spec.policy_devices, engine_devices if shared else 0))
         away_from = start.of_policy.bundles if spec.own_nodes else ()
         start.of_engines = start.of_policy if shared else start.reserve(engine_devices, away_from)
+        scorers = None
+        if spec.limits.ray_address is not None:
+            doing("trying the rewards where they run")
+            scorers = start.scorers(spec)
+            start.try_rewards(scorers, tell)
         processes = start.policy(spec)
         teacher_ranks = start.teacher(spec, spec.teacher) if spec.teacher is not None else None
-        reward = start.reward(spec.reward) if spec.reward is not None else None
-        validation = start.reward(spec.validation, "validation") if spec.validation is not None else None
+        reward, validation = scorers or start.scorers(spec)
         engines, beside = None, dict[str, PendingCall[Any]]()
         if spec.engines is not None:
             # vLLM measures what is free on the device: alone, and gives it back before others come
@@ -368,7 +377,28 @@ class _Start:
         then = EpisodeWorker.start if loads else None
         return self._group("engine", ENGINE_PROCESS, engines, self.of_engines, concurrency=calls, then=then)
 
-    def reward(self, plan: Rewards, name: str = "reward") -> WorkerGroup[RewardWorker]:
+    def scorers(self, spec: RunWorkersSpec) -> Scorers:
+        return (
+            self._scorer(spec.reward, "reward") if spec.reward is not None else None,
+            self._scorer(spec.validation, "validation") if spec.validation is not None else None,
+        )
+
+    def try_rewards(self, scorers: Scorers, tell: Callable[[str], None]) -> None:
+        """Repeat the trial of the rewards in their workers, with errors that name the node."""
+        place = f"node {self.of_policy.bundles[0].node}, where the rewards of the run are computed"
+        told = set[str]()
+        for scorer in filter(None, scorers):
+            scorer.ready()
+            try:
+                (notes,) = scorer.within(self.limits.start_timeout_s).call(RewardWorker.try_again)
+            except RlctlError as error:
+                raise type(error)(f"{error.message} The trial was on {place}.", error.hint) from error
+            for note in notes:
+                if note not in told:
+                    told.add(note)
+                    tell(f"note: on {place}: {note}")
+
+    def _scorer(self, plan: Rewards, name: str) -> WorkerGroup[RewardWorker]:
         # No device of its own, and none visible: scorers run user code.
         env = {"CUDA_VISIBLE_DEVICES": ""}
         worker = WorkerSpec({"plan": plan, "fetch": fetch, "apart": True}, (self.of_policy.bundles[0],), env)

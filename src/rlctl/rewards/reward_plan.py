@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from rlctl.checkpoints.model_source import require_name_or_directory
@@ -184,18 +184,37 @@ def tried(plan: RewardPlan, source: PromptSource, completion: str | None = None)
     row = source[0]
     own = plan.reference(row.answer if row.answer is not None else "")
     texts = [text for text in (own, completion) if text is not None]
-    work = [Work(number, text, row) for text in texts for number in range(len(plan.scorers))]
+    rows = tuple(source[index] for index in range(min(2, len(source))))
     with _scoring(plan) as (score, process):
-        scores = score(work, "stop")
-        trials = []
-        for number, text in enumerate(texts):
-            found = scores[number * len(plan.scorers) :][: len(plan.scorers)]
-            values = {term.name: one.value for term, one in zip(plan.terms, found, strict=True)}
-            applying = [term.weight * value for term in plan.terms if (value := values[term.name]) is not None]
-            trials.append(Trial(row.where, text, values, sum(applying) if applying else None))
-        notes = [*_notes_of_references(plan, source, score), *_notes_of_functions(plan, source, score)]
+        trials = _trials(plan, row, texts, score)
+        notes = [*_notes_of_references(plan, source, score), *_notes_of_functions(plan, rows, score)]
         compares = process is not None and process.compares
-    return replace(plan, trials=tuple(trials), notes=tuple(notes), compares=compares)
+    return replace(plan, trials=trials, notes=tuple(notes), compares=compares, tried_rows=rows)
+
+
+def tried_again(plan: RewardPlan) -> list[str]:
+    """Repeat the trial of a tried plan on this machine; return how its outcome differs. Raises what `tried` raises."""
+    with _scoring(plan) as (score, _):
+        trials = _trials(plan, plan.tried_rows[0], [one.completion for one in plan.trials], score)
+        notes = [note.removeprefix("note: ") for note in _notes_of_functions(plan, plan.tried_rows, score)
+                 if note not in plan.notes]  # fmt: skip
+    for before, now in zip(plan.trials, trials, strict=True):
+        for name, value in now.scores.items():
+            if value != before.scores[name]:
+                gives, gave = ("no score" if one is None else f"{one:g}" for one in (value, before.scores[name]))
+                shown = textwrap.shorten(repr(now.completion), 60, placeholder=" ...")
+                notes.append(f"{name} gives {gives} to {shown} ({now.where}), and gave {gave} where rlctl was started")
+    return notes
+
+
+def _trials(plan: RewardPlan, row: PromptRow, texts: Sequence[str], score: Scoring) -> tuple[Trial, ...]:
+    scores = iter(score([Work(number, text, row) for text in texts for number in range(len(plan.scorers))], "stop"))
+    trials = []
+    for text in texts:
+        values = {term.name: next(scores).value for term in plan.terms}
+        applying = [term.weight * value for term in plan.terms if (value := values[term.name]) is not None]
+        trials.append(Trial(row.where, text, values, sum(applying) if applying else None))
+    return tuple(trials)
 
 
 Scoring = Callable[[list[Work], OnError], list[Score]]
@@ -260,13 +279,12 @@ def _shown(row: PromptRow, score: Score) -> str:
     return f"{row.where}, {textwrap.shorten(repr(row.answer), 60, placeholder=' ...')}, has {score.value:g}{why}"
 
 
-def _notes_of_functions(plan: RewardPlan, source: PromptSource, score: Scoring) -> Iterator[str]:
+def _notes_of_functions(plan: RewardPlan, rows: Sequence[PromptRow], score: Scoring) -> Iterator[str]:
     """Yield notes on user functions, called with a batch of model-like completions. Raises InputError for a failure
     unless `reward.on_error=zero`."""
     own = [number for number, name in enumerate(plan.scorers) if name not in BUILT_IN and not name.startswith(MODEL)]
     if not own:
         return
-    rows = [source[index] for index in range(min(2, len(source)))]
     batch = [(plan.reference("" if row.answer is None else row.answer), row) for row in rows]
     batch += [(text, rows[0]) for _, text in UNUSUAL]
     for number in own:

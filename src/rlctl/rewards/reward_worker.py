@@ -16,6 +16,7 @@ from rlctl.data.rollouts import RolloutColumns
 from rlctl.errors import InputError
 from rlctl.isolation.user_function import LARGEST_REWARD, TURNS
 from rlctl.rewards.reward_model_scorer import ModelTexts
+from rlctl.rewards.reward_plan import tried_again
 from rlctl.rewards.scorers import MixedRewards, RewardPlan, Rewards
 from rlctl.rewards.scoring_process import Score, ScoringProcess, Work, at_once
 from rlctl.settings.rewards import MODEL, RewardTerm
@@ -88,6 +89,12 @@ class RewardWorker:
         if self._models:
             source, model = next(iter(self._models.items()))  # a run has one
             self._texts = ModelTexts(model, self._plans[source].time)
+
+    def try_again(self) -> list[str]:
+        """Repeat the trial of the rewards on this machine, which may lack files, packages and programs of the driver's;
+        see `tried_again`."""
+        plans = [process.plan for process in self._processes.values()]
+        return [note for plan in plans for note in tried_again(plan)]
 
     def write(self, requests: Sequence[ScoreRequest]) -> tuple[list[WrittenGroup], list[RolloutColumns]]:
         written, columns = [], []

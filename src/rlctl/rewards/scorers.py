@@ -263,6 +263,8 @@ class RewardPlan:
     """Whether a function takes `completions`, so that its scores depend on the other completions of the call."""
     variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Environment variables of the user's functions."""
+    tried_rows: tuple[PromptRow, ...] = field(default=(), repr=False, compare=False)
+    """The rows of the trial, for another machine to repeat it."""
 
     @property
     def scorers(self) -> tuple[str, ...]:
