@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.batching.batch import LossOutput, TokenBatch
 from rlctl.backends.lookup import policy_backend
-from rlctl.cluster.workers import imported
+from rlctl.cluster.worker_host import imported
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config
 from rlctl.settings.training import OptimizerConfig

@@ -81,7 +81,7 @@ def measure_one(case: Case) -> dict[str, int]:
 
     from rlctl.backends.base import PolicySpec
     from rlctl.backends.lookup import policy_backend
-    from rlctl.cluster.workers import imported
+    from rlctl.cluster.worker_host import imported
 
     spec = PolicySpec(facts_of(case.model), dtype=case.dtype, threads=2, model_dir=case.model)  # type: ignore[arg-type]
     worker = imported(policy_backend(case.backend).worker)(0, 1, "127.0.0.1", spec)

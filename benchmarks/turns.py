@@ -43,7 +43,7 @@ from rlctl.jobs.rollout import EpisodesJob, episodes_job
 from rlctl.methods.configuration import resolve
 from rlctl.preparation.laptop_model import fetch
 from rlctl.preparation.run_workers import start_engines
-from rlctl.rollouts.environment_play import EnvironmentPlay, Player
+from rlctl.rollouts.environment_episodes import EnvironmentEpisodes, EpisodePlayer
 from rlctl.rollouts.episodes import Episode
 from rlctl.rollouts.source import sample_seed
 from rlctl.telemetry.metrics import read_metrics
@@ -72,7 +72,7 @@ class Slow:
         return Step("Go on. Say more of the same town, and of who lives there.")
 
 
-class CountingPlayer(Player):
+class CountingPlayer(EpisodePlayer):
     """Counts what the cache of prefixes saved, and what it could have."""
 
     async def _turn(self, episode: Episode, *others: Any) -> Any:
@@ -116,12 +116,12 @@ class Lockstep(CountingPlayer):
             self.gate, self.waiting = None, 0
 
 
-class Play(EnvironmentPlay):
+class Play(EnvironmentEpisodes):
     """A play whose player is one of those above."""
 
-    player: type[Player] = CountingPlayer
+    player: type[EpisodePlayer] = CountingPlayer
 
-    def started(self) -> Player:
+    def started(self) -> EpisodePlayer:
         made = super().started()
         return type(self).player(made._play, made._host)
 

@@ -24,7 +24,7 @@ from rlctl import cli
 from rlctl.cli import load_command, run
 from rlctl.commands.output import JsonMode
 from rlctl.data.prompt_rows import PromptSource
-from rlctl.rewards.scorers import RewardPlan
+from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.tiny_models.text import write_tiny_family
 from support.runs import REWARD, TASK
@@ -227,7 +227,7 @@ def test_commands_that_train_or_sample(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As dry runs: keys, files, data and plan are checked. The scoring process is left to the slow test."""
-    monkeypatch.setattr("rlctl.rewards.reward_plan.tried", untried)
+    monkeypatch.setattr("rlctl.rewards.prepare_rewards.tried", untried)
     monkeypatch.setattr("rlctl.training.user_loss.call_in_child", lambda *_, **__: ())
     monkeypatch.setattr(
         "rlctl.preparation.prepare.wanted_loggers", lambda run, tell, optional: ()
@@ -282,7 +282,7 @@ def test_first_prompts(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first prompt of a command asks what its data or environment asks, and nothing else."""
-    monkeypatch.setattr("rlctl.rewards.reward_plan.tried", untried)
+    monkeypatch.setattr("rlctl.rewards.prepare_rewards.tried", untried)
     monkeypatch.setattr("rlctl.training.user_loss.call_in_child", lambda *_, **__: ())
     monkeypatch.setattr("rlctl.preparation.prepare.wanted_loggers", lambda run, tell, optional: ())
     write_tiny_family(place / "long-model", max_position_embeddings=40960)

@@ -17,7 +17,7 @@ from rlctl.backends.lookup import (
     register_backend,
     require_backends,
 )
-from rlctl.cluster.workers import imported
+from rlctl.cluster.worker_host import imported
 from rlctl.errors import ConfigError
 from rlctl.jobs.backend_arguments import BackendArguments
 from rlctl.methods.available import method_from_config

@@ -8,7 +8,7 @@ import pytest
 
 from rlctl.backends.base import EngineWorker, EpisodeWorker, PolicyWorker, WeightReceiver
 from rlctl.backends.lookup import ENGINES, POLICIES, engine_backend, policy_backend
-from rlctl.cluster.workers import imported
+from rlctl.cluster.worker_host import imported
 from rlctl.refit.policy_side import RefitSender
 from rlctl.refit.synthetic import SyntheticEngine, SyntheticSender
 from rlctl.refit.weight_sender import WeightSender

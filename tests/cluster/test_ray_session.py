@@ -66,7 +66,7 @@ def test_all_processes_of_one_machine_listen_on_the_loopback_alone(ranks: Worker
     [port] = ranks.part([0]).call(Rank.open_store)
     assert ranks.call(Rank.join, port) == [2, 2]
     family = family_of(psutil.Process())
-    assert {"gcs_server", "raylet", "ray::_Host"} <= {name for name, found in listening(family).items() if found}
+    assert {"gcs_server", "raylet", "ray::WorkerHost"} <= {name for name, found in listening(family).items() if found}
     assert beyond_loopback(family) == []
 
 
@@ -152,7 +152,8 @@ from pathlib import Path
 from ray import cloudpickle
 from rlctl.cluster import progress
 from rlctl.cluster.placement import Placement
-from rlctl.cluster.ray_session import dead_process, ray_session
+from rlctl.cluster.ray_health import dead_process
+from rlctl.cluster.ray_session import ray_session
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.errors import RlctlError
 

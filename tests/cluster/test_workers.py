@@ -15,9 +15,9 @@ from ray import cloudpickle
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from rlctl.cluster import workers
-from rlctl.cluster.early_hosts import EarlyHost, EarlyHosts
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.ray_session import fetch
+from rlctl.cluster.worker_host import EarlyHost, EarlyHosts
 from rlctl.cluster.workers import (
     PendingCall,
     WorkerDiedError,
@@ -398,7 +398,7 @@ def test_a_process_whose_host_is_lost_while_it_starts_is_not_waited_for(group, m
 
 def test_a_control_process_that_does_not_answer_holds_nobody_up(lasting, monkeypatch):
     """Ray's own questions to it would wait without end, and not even Ctrl-C would end them."""
-    monkeypatch.setattr("rlctl.cluster.ray_session.control_answers", lambda: False)
+    monkeypatch.setattr("rlctl.cluster.ray_health.control_answers", lambda: False)
     with pytest.raises(WaitTimeoutError, match="gcs_server"):
         lasting.placed([0])
     with pytest.raises(WaitTimeoutError, match="gcs_server"):

@@ -19,7 +19,7 @@ from rlctl.errors import ConfigError, InputError
 from rlctl.isolation.user_function import user_scorer
 from rlctl.methods.available import method_from_config
 from rlctl.methods.rl.rl_config import RlConfig
-from rlctl.rewards.reward_plan import require_known
+from rlctl.rewards.prepare_rewards import require_known
 from rlctl.settings.rewards import RewardConfig, RewardTerm
 
 ENTRY_POINTS = """

@@ -348,7 +348,7 @@ def test_a_dataset_out_of_reach_is_said_clearly() -> None:
 def test_prompts_import_nothing_heavy() -> None:
     code = (
         "import sys; import rlctl.data.prompts, rlctl.rollouts.prompt_order, rlctl.data.chat;"
-        "import rlctl.rewards.reward_worker, rlctl.rewards.reward_plan;"
+        "import rlctl.rewards.reward_worker, rlctl.rewards.prepare_rewards;"
         "heavy = {'torch', 'transformers', 'datasets', 'reasoning_gym', 'math_verify', 'ray', 'pyarrow'};"
         "print(sorted(heavy & sys.modules.keys()))"
     )

@@ -23,7 +23,7 @@ from rlctl.data.prompts import open_prompts, shows_images
 from rlctl.data.row_types import PairRows, TextRows
 from rlctl.data.texts import number_in
 from rlctl.errors import InputError
-from rlctl.rewards.reward_plan import prepare_rewards
+from rlctl.rewards.prepare_rewards import prepare_rewards
 from rlctl.rewards.scorers import ExactMatch, Scorer
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig, RewardTerm

@@ -18,7 +18,7 @@ from rlctl.data.texts import trained_texts
 from rlctl.errors import InputError
 from rlctl.jobs.generate import read_prompts
 from rlctl.methods.rl.rl_config import RlConfig
-from rlctl.rollouts.environment_play import EnvironmentPlay
+from rlctl.rollouts.environment_episodes import EnvironmentEpisodes
 from rlctl.settings.data import DataConfig, ModelConfig
 
 TOOLS = "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
@@ -140,7 +140,7 @@ def test_an_environment_shows_the_tools_of_a_row_that_it_has(tiny_llama: Path, t
     listed = [f"{code}:add", f"{code}:sub"]
     config = RlConfig.model_validate({"environment": {"tools": listed, "tool_format": "hermes"}})
     encoder, source = encoder_of(tiny_llama), open_prompts(DataConfig(name=str(path)))
-    play = EnvironmentPlay.open(config, encoder, source[1])
+    play = EnvironmentEpisodes.open(config, encoder, source[1])
     assert play is not None
     shown = play.showing_tools(encoder)
     texts = [str(encoder.tokenizer.decode(play.measured(source[index], shown))) for index in range(2)]

@@ -14,8 +14,9 @@ import pytest
 
 from rlctl.data.image_sources import IMAGES, MARK
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.environments.environment_plan import RunningEpisode, plan_environment
+from rlctl.environments.environment_plan import plan_environment
 from rlctl.environments.process import EnvironmentHost, EpisodeFailedError
+from rlctl.environments.running_episode import RunningEpisode
 from rlctl.errors import InputError
 from rlctl.settings.rewards import EnvironmentConfig
 from support.vision_models import square

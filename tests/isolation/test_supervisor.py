@@ -17,7 +17,7 @@ import pytest
 from rlctl.child import PACKAGES
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import WorkerError
-from rlctl.rewards.scorers import RewardPlan
+from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.rewards.scoring_process import ScoringProcess, Work
 from rlctl.settings.rewards import RewardTerm
 

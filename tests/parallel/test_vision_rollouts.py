@@ -21,7 +21,7 @@ from rlctl.data.image_sources import IMAGES, MARK, image_source
 from rlctl.data.images import ImageProcessor
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.methods.rl.rl_config import RlConfig
-from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request
+from rlctl.rollouts.environment_episodes import EnvironmentEpisodes, episode_request
 from support import vision_cases
 from support.engine_host import PublishedPolicy, SwappingEngine, hosted
 from support.engines import START_TIMEOUT_S
@@ -148,7 +148,7 @@ def test_engines_report_what_transformers_and_the_trainer_compute(
     require_agreed(directory, results, never, of_alone)
     require_trained(directory, results, never, pools)
 
-    made = EnvironmentPlay.open(config, encoder, rows[0])
+    made = EnvironmentEpisodes.open(config, encoder, rows[0])
     assert made is not None
     host.within(START_TIMEOUT_S).call(SwappingEngine.play, spec(directory), replace(made, max_length=1024))
     asked = [episode_request(row.index, row, encoder, (1, 2), 0) for row in rows]

@@ -36,7 +36,7 @@ from rlctl.recipes.nemo_rl.mapping_rules import MEGATRON
 from rlctl.recipes.nemo_rl.mapping_table import RULES
 from rlctl.recipes.nemo_rl.recipe import import_recipe, read_recipe
 from rlctl.recipes.rules import Found
-from rlctl.rewards.reward_plan import prepare_rewards
+from rlctl.rewards.prepare_rewards import prepare_rewards
 from support.plans import plan_of
 
 RECIPES = Path(__file__).parent / "nemo_rl"

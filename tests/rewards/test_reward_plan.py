@@ -19,9 +19,9 @@ from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 from rlctl.rewards import scoring_process
 from rlctl.rewards.extraction import Extraction
-from rlctl.rewards.reward_plan import mixed_rewards, prepare_rewards, require_known
+from rlctl.rewards.prepare_rewards import mixed_rewards, prepare_rewards, require_known
+from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest, weighted_sum
-from rlctl.rewards.scorers import RewardPlan
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig, RewardTerm
 
@@ -177,7 +177,7 @@ def test_rows_that_can_never_be_right_are_counted_and_shown(tmp_path: Path) -> N
 
 
 def test_of_many_rows_some_are_tried_and_their_number_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlctl.rewards.reward_plan.SAMPLED_ROWS", 50)
+    monkeypatch.setattr("rlctl.rewards.prepare_rewards.SAMPLED_ROWS", 50)
     source = jsonl(tmp_path, *({"prompt": "q", "answer": "x" if n % 2 else "1"} for n in range(199)))
     (note,) = prepare_rewards(reward("exact-match", extract="last-number"), source).notes
     assert re.search(r"of 2\d of the 50 rows tried of 199 wrong", note)
@@ -468,7 +468,7 @@ def test_a_completion_on_which_the_process_dies_twice_counts_as_wrong(monkeypatc
 
 def test_a_reward_model_of_the_hub_is_looked_for_when_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dry run on a machine without it, or without a network, plans nevertheless."""
-    monkeypatch.setattr("rlctl.rewards.reward_plan.reward_model", lambda name: pytest.fail(f"looked for {name}"))
+    monkeypatch.setattr("rlctl.rewards.prepare_rewards.reward_model", lambda name: pytest.fail(f"looked for {name}"))
     require_known(reward("model:org/reward"))
     with pytest.raises(InputError, match="no such directory"):
         require_known(reward("model:./nowhere"))

@@ -11,7 +11,7 @@ import pytest
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError
-from rlctl.rewards.reward_plan import prepare_rewards
+from rlctl.rewards.prepare_rewards import prepare_rewards
 from rlctl.rewards.tag_scorers import TAG_SCORERS
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig, RewardTerm

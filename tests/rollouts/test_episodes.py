@@ -25,9 +25,9 @@ from rlctl.data.rollouts import MediaPart, Turn, contexts_of
 from rlctl.errors import InputError, WorkerError
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
-from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
+from rlctl.rollouts.environment_episodes import EnvironmentEpisodes, episode_request, episode_seed
 from rlctl.rollouts.episodes import Episode, result_of
-from rlctl.rollouts.scored_groups import groups_of, load_groups, save_groups
+from rlctl.rollouts.scored_groups import groups_with_scores, load_groups, save_groups
 from rlctl.rollouts.source import sample_seed
 from rlctl.settings.data import DataConfig, ModelConfig
 from support.chat_formats import FORMATS, write_of_formats
@@ -150,7 +150,7 @@ def test_a_prompt_s_image_is_with_each_turn_and_with_its_rollout(host: Any, tmp_
         expected = logprobs[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
         assert np.abs(columns.logprobs_T[own][1:] - expected)[mask[1:]].max() < TOLERANCE
     held = replace(result, columns=put(columns), texts=put(result.texts))
-    groups, _ = groups_of([held], {0: ROW}, {0: asked.seeds}, [None], "stop")
+    groups, _ = groups_with_scores([held], {0: ROW}, {0: asked.seeds}, [None], "stop")
     save_groups(tmp_path / "groups.npz", groups)
     (loaded,) = load_groups(tmp_path / "groups.npz", lambda position: ROW)
     micro = tuple(WeightedRollout(0, one.sample, one.prompt_tokens, one.tokens, 0.0, 1.0) for one in loaded.rollouts)
@@ -195,20 +195,20 @@ def test_a_group_shares_the_images_that_are_the_same(other: str) -> None:
 
 def play(
     model: Path, name: str, limits: dict[str, Any] | None = None, *, template: str | None = None, **params: Any
-) -> EnvironmentPlay:
+) -> EnvironmentEpisodes:
     """The play of an environment of `toy_environments`, or of one with a small letter that comes with rlctl, as a run
     opens it."""
     named = f"{TOYS}:{name}" if name[0].isupper() else name
     environment = {"name": named, "params": params, **(limits or {})}
     config = RlConfig.model_validate({"environment": environment, "model": {"chat_template": template}})
     encoder = PromptEncoder.build(load_tokenizer(model, config.model), config.model, config.data, model)
-    found = EnvironmentPlay.open(config, encoder, ROW)
+    found = EnvironmentEpisodes.open(config, encoder, ROW)
     assert found is not None
     return replace(found, max_length=256)
 
 
 def played(
-    host: Any, model: Path, made: EnvironmentPlay, samples: int = 2, new: int = 6, ends: tuple[int, ...] = ()
+    host: Any, model: Path, made: EnvironmentEpisodes, samples: int = 2, new: int = 6, ends: tuple[int, ...] = ()
 ) -> list[Any]:
     host.within(START_TIMEOUT_S).call(SwappingEngine.play, spec(model), made)
     seeds = [tuple(100 * group + sample for sample in range(samples)) for group in range(3)]
@@ -275,7 +275,7 @@ def test_an_episode_whose_last_turn_is_cut_off_is_one_that_was_cut_off(host: Any
     }
     algorithm = Grpo(RlConfig.model_validate(sections))
     for result in played(host, tiny_llama, made, ends=() if cut else every):
-        (group,), _ = groups_of([result], {result.group: ROW}, {result.group: (1, 2)}, [None], "stop")
+        (group,), _ = groups_with_scores([result], {result.group: ROW}, {result.group: (1, 2)}, [None], "stop")
         for rollout in group.rollouts:
             assert (rollout.stop_reason, rollout.truncated) == (("length", True) if cut else ("done", False))
             assert rollout.response_tokens == (3 * 6 if cut else 3)
@@ -289,12 +289,12 @@ def test_a_failing_environment_costs_its_own_rollouts(host: Any, tiny_llama: Pat
     results = played(host, tiny_llama, made)
     assert {one.failure is None for result in results for one in result.episodes} == {True, False}
     for result in results:
-        groups, failures = groups_of([result], {result.group: ROW}, {result.group: (1, 2)}, [None], "drop")
+        groups, failures = groups_with_scores([result], {result.group: ROW}, {result.group: (1, 2)}, [None], "drop")
         failed = [one.failure for one in result.episodes if one.failure]
         assert groups[0].dropped == tuple(failed)
         assert failures == len(failed)
         assert [one.reward for one in groups[0].rollouts] == [3.0] * (2 - len(failed))
-        groups, _ = groups_of([result], {result.group: ROW}, {result.group: (1, 2)}, [None], "zero")
+        groups, _ = groups_with_scores([result], {result.group: ROW}, {result.group: (1, 2)}, [None], "zero")
         assert [one.reward for one in groups[0].rollouts] == [0.0 if one.failure else 3.0 for one in result.episodes]
 
 
@@ -376,7 +376,7 @@ def test_a_program_shows_the_model_the_images_of_its_row(host: Any, tmp_path: Pa
         {"environment": {"name": "program", "params": {"command": [sys.executable, str(PROGRAM), "look"]}}}
     )
     encoder = PromptEncoder.build(load_tokenizer(model, config.model), config.model, config.data, model)
-    made = EnvironmentPlay.open(config, encoder, row)
+    made = EnvironmentEpisodes.open(config, encoder, row)
     assert made is not None
     made = replace(made, max_length=512)
     engine = replace(spec(model), arguments=spec(model).arguments | {"skip_mm_profiling": True})
@@ -412,7 +412,7 @@ def test_an_agent_of_nemo_gym_asks_the_model_of_its_episode(host: Any, tiny_llam
                 assert len(require_exact(result, policy, sample)) == 1
                 assert (result.episodes[sample].turns, result.episodes[sample].counts["turns"]) == (2, 5.0)
             assert (result.rewards, result.finish_reasons) == ((0.5, 0.5), ("length", "length"))
-            groups, _ = groups_of([result], {result.group: ROW}, {result.group: (1, 2)}, [None], "stop")
+            groups, _ = groups_with_scores([result], {result.group: ROW}, {result.group: (1, 2)}, [None], "stop")
             assert [one.terms for one in groups[0].rollouts] == [{"form": 0.3, "right": 0.2}] * 2
     with pytest.raises(InputError, match="There is no head server of NeMo Gym"):
         play(tiny_llama, "nemo-gym", head=head, listen=listen, agent="guesser")

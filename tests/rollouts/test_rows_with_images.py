@@ -23,7 +23,7 @@ from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.vision_tower import image_share
 from rlctl.preparation.prepare import prepare_job
-from rlctl.rollouts.environment_play import EnvironmentPlay
+from rlctl.rollouts.environment_episodes import EnvironmentEpisodes
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.validation import ValidationSet
 from rlctl.settings.data import DataConfig
@@ -182,5 +182,5 @@ def test_a_context_with_images_keeps_its_thoughts(tmp_path: Path) -> None:
     square("red").save(image, "PNG")
     row = row_from_record({"prompt": "what?", "image": image.getvalue()}, 0, "row 3", DataConfig())
     with pytest.raises(InputError, match=r"environment.thinking = template: row 3 has images"):
-        EnvironmentPlay.open(config, encoder, row)
-    assert EnvironmentPlay.open(config, encoder, replace(row, prompt="what?")) is not None
+        EnvironmentEpisodes.open(config, encoder, row)
+    assert EnvironmentEpisodes.open(config, encoder, replace(row, prompt="what?")) is not None

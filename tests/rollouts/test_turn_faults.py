@@ -13,9 +13,9 @@ import pytest
 from rlctl.backends.messages import SampleRequest, SampleResult, Sampling
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.environments.environment_plan import Reply, RunningEpisode
+from rlctl.environments.running_episode import Reply, RunningEpisode
 from rlctl.methods.rl.rl_config import RlConfig
-from rlctl.rollouts.environment_play import EnvironmentPlay, Player, episode_request
+from rlctl.rollouts.environment_episodes import EnvironmentEpisodes, EpisodePlayer, episode_request
 from rlctl.rollouts.episodes import Episode, result_of
 from rlctl.rollouts.turn_faults import JudgedTurn, episode_faults, faults_of
 
@@ -81,9 +81,9 @@ def test_tokens_of_turns_with_a_fault_have_its_bit(tiny_llama: Path) -> None:
     config = RlConfig.model_validate({"environment": {"name": "guess-number"}})
     encoder = PromptEncoder.build(load_tokenizer(tiny_llama, config.model), config.model, config.data, tiny_llama)
     row = PromptRow(0, "row 0", "2 + 3?", "5")
-    play = EnvironmentPlay.open(config, encoder, row)
+    play = EnvironmentEpisodes.open(config, encoder, row)
     assert play is not None
-    player, session = Player(replace(play, max_length=512), None), Session(0, 0, 1, 0)  # type: ignore[arg-type]
+    player, session = EpisodePlayer(replace(play, max_length=512), None), Session(0, 0, 1, 0)  # type: ignore[arg-type]
     texts = ["all well", "an <think> here", "[oh", "a</think></think></tool_call>"]
     request = episode_request(0, row, encoder, [1], 2)
     episode = Episode(Saying(encoder.tokenizer, *texts), "0", request, 1, Sampling(64))  # type: ignore[arg-type]
@@ -135,12 +135,12 @@ def test_an_episode_with_such_a_fault_has_no_reward(tiny_llama: Path, limits: di
     config = RlConfig.model_validate({"environment": {"name": "guess-number", "turns": 1, **limits}})
     encoder = PromptEncoder.build(load_tokenizer(tiny_llama, config.model), config.model, config.data, tiny_llama)
     row = PromptRow(0, "row 0", "2 + 3?", "5")
-    play = EnvironmentPlay.open(config, encoder, row)
+    play = EnvironmentEpisodes.open(config, encoder, row)
     assert play is not None
     engine = Saying(encoder.tokenizer, "<think>")
     engine.answers[0].append(7)
     episode = Episode(engine, "0", episode_request(0, row, encoder, [1], 2), 1, Sampling(64))  # type: ignore[arg-type]
     session = Session(0, reward=0.5)
-    asyncio.run(Player(replace(play, max_length=512), None)._played(episode, session))  # type: ignore[arg-type]
+    asyncio.run(EpisodePlayer(replace(play, max_length=512), None)._played(episode, session))  # type: ignore[arg-type]
     assert sum(episode.rewards) == (0.0 if limits else 1.0)  # of the step, and at the end
     assert ("no_reward" in episode.counts) == bool(limits)

@@ -41,7 +41,7 @@ class SwappingEngine:
 
     def play(self, spec: Any, episode: Any) -> None:
         """As `swap`, but an engine that would be the same goes on, with the other kind of episode."""
-        from rlctl.cluster.workers import imported
+        from rlctl.cluster.worker_host import imported
         from rlctl.rollouts.episodes import PlaySpec
 
         engine = self.engine

@@ -25,4 +25,4 @@ class NoProcess:
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of rewards are made without their trial; tests of rewards have it."""
-    monkeypatch.setattr("rlctl.rewards.reward_plan.ScoringProcess", NoProcess)
+    monkeypatch.setattr("rlctl.rewards.prepare_rewards.ScoringProcess", NoProcess)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.cluster.ray_session import control_answers, dead_process, require_control, require_processes
+from rlctl.cluster.ray_health import control_answers, dead_process, require_control, require_processes
 from rlctl.errors import MachineError
 
 NODE_LABEL = "ray.io/node-id"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from rlctl.cluster.ray_session import dead_process
+from rlctl.cluster.ray_health import dead_process
 
 EVERY_S = 0.5
 """Least time between two values that a worker tells."""

@@ -22,14 +22,14 @@ from typing import Any
 import psutil
 
 from rlctl.child import adopt_orphans
-from rlctl.cluster.early_hosts import EarlyHost, EarlyHosts
+from rlctl.cluster.ray_health import RAYLET, require_processes
 from rlctl.cluster.session_files import lasting_folder
-from rlctl.errors import ClusterError, MachineError, WaitTimeoutError, WorkerError
+from rlctl.cluster.worker_host import EarlyHost, EarlyHosts
+from rlctl.errors import MachineError, WorkerError
 
 # Object store for rollouts and small tensors; weights travel through shared memory of their own.
 OBJECT_STORE_BYTES = 512 << 20
 CONNECT_TIMEOUT_S = 10.0
-ANSWER_TIMEOUT_S = 5.0
 SOCKET_PATH_BYTES = 107
 SOCKET = "/rlctl-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 """The longest name that Ray gives a socket below the folder of its files."""
@@ -39,8 +39,6 @@ START_ATTEMPTS = 3
 # make their clients of the control process before they hear of Ray's `_system_config`, but know their environment.
 PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
 RAY_FAILURES = (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError)
-RAYLET = "raylet"
-PROCESSES = {RAYLET: "The raylet of this node", "gcs_server": "Ray's control process (gcs_server)"}
 # What is kept of Ray's logs when a run failed.
 TELLING_LOGS = ("gcs_server.*", "raylet.*", "worker-*.err", "python-core-*")
 ASK = """import sys; from ray._raylet import GcsClient
@@ -280,49 +278,6 @@ def _started(gpus: int | None, logs: Callable[[], Path | None]) -> Iterator[None
 def session_base() -> Path:
     """Return the base folder of local sessions: an absolute RAY_TMPDIR, else /tmp."""
     return Path(os.environ.get("RAY_TMPDIR") or "/tmp").absolute()
-
-
-def dead_process(*kinds: str) -> str | None:
-    """Name the process of Ray (one of `kinds`; none named: any) that died in a session started here; None: all live."""
-    ray_worker = sys.modules.get("ray._private.worker")
-    node: Any = ray_worker and ray_worker._global_node
-    for kind in (kinds or PROCESSES) if node else ():
-        if any(info.process.poll() is not None for info in node.all_processes.get(kind, ())):
-            return PROCESSES[kind]
-    return None
-
-
-def control_answers() -> bool:
-    """Whether Ray's control process answers. Ray would wait a minute and then end this process silently."""
-    from ray._private import worker
-    from ray.exceptions import RayError
-
-    connected: Any = worker.global_worker
-    try:
-        connected.gcs_client.internal_kv_get(b"rlctl", None, timeout=ANSWER_TIMEOUT_S)
-    except RayError:
-        return False
-    return True
-
-
-def require_processes(*kinds: str) -> None:
-    """Raise ClusterError if a Ray process died, because Ray's own calls would wait forever or end this process
-    silently."""
-    if dead := dead_process(*kinds):
-        raise ClusterError(
-            f"{dead} died.",
-            "Look for a lack of memory (`dmesg`), and at Ray's own logs, in `ray` next to the logs of the workers.",
-        )
-
-
-def require_control() -> None:
-    """Raise ClusterError if Ray's control process died, WaitTimeoutError if it does not answer; Ray's calls would wait
-    uninterruptibly."""
-    require_processes()
-    if not control_answers():
-        raise WaitTimeoutError(
-            "Ray's control process (gcs_server) does not answer.", "`ray status` shows whether the cluster runs."
-        )
 
 
 def _copy_logs(session: Path, logs: Path | None) -> None:

@@ -9,28 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import logging
 import os
 import re
-import resource
-import sys
-import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple, cast
 
 from rlctl.cluster import hangs, progress
-from rlctl.cluster.early_hosts import EarlyHosts
 from rlctl.cluster.placement import Bundle, Placement, node_address, node_id
-from rlctl.cluster.ray_session import RAYLET, dead_process, require_processes
-from rlctl.cluster.usage import Usage, UsageSampler
+from rlctl.cluster.ray_health import RAYLET, dead_process, require_processes
+from rlctl.cluster.usage import Usage
+from rlctl.cluster.worker_host import EarlyHosts, new_host
 from rlctl.errors import PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
-from rlctl.garbage import many_objects
 
 log = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
@@ -103,123 +97,6 @@ class WorkerPlaces:
             self.name, worker_class, specs, self.placement, self.log_dir, start_timeout_s=self.start_timeout_s,
             call_timeout_s=self.call_timeout_s,
         )  # fmt: skip
-
-
-class _Host:
-    """Runs inside the worker process: sends its output to the log file and calls the worker's methods."""
-
-    def __init__(self) -> None:
-        listen_at_node_address()
-        self.worker: Any = None
-        self._usage: UsageSampler | None = None
-        self._importing = threading.Lock()
-
-    def prepare(self, modules: Sequence[str]) -> None:
-        """Import what the worker will need. What cannot be imported fails again, and is told, where it is needed."""
-        with self._importing, many_objects():
-            for module in modules if self.worker is None else ():
-                with contextlib.suppress(Exception):
-                    importlib.import_module(module)
-
-    def _open(self, log_path: str, sharers: int) -> None:
-        Path(log_path).parent.mkdir(parents=True, exist_ok=True)
-        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        # FlashInfer looks for `ninja` on the PATH, and is left out without a word where it finds none; the shell or the
-        # service that started Ray has seldom activated the environment.
-        own, path = sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)
-        if own not in path.split(os.pathsep):
-            os.environ["PATH"] = own + os.pathsep + path
-        if sharers:  # Ray lets a process have one thread otherwise
-            os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharers))
-        progress.host(Path(log_path).stem)
-        hangs.answer_questions(Path(log_path))
-
-    def start(
-        self,
-        log_path: str,
-        sharers: int,
-        worker_class: Callable[..., Any] | str,
-        kwargs: Mapping[str, Any],
-        then: str | None = None,
-    ) -> int:
-        """`sharers`: GPUs of the group on this node, which share its cores; 0: the number of threads is set."""
-        self._logged(lambda: self._open(log_path, sharers))
-        with self._importing, many_objects():
-            made = imported(worker_class) if isinstance(worker_class, str) else worker_class
-            self.worker = self._logged(lambda: made(**kwargs))
-        if then is not None:
-            self.call((then,), (), {})
-        return os.getpid()
-
-    def call(self, path: tuple[str, ...], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        target = self.worker
-        for holder in path[:-1]:
-            target = getattr(target, holder)()
-        return self._logged(lambda: getattr(target, path[-1])(*args, **kwargs))
-
-    def call_by_handle(self, path: tuple[str, ...], args: tuple) -> Any:
-        """Call a method that returns (result, values), and store each value as an object."""
-        result, values = self.call(path, args, {})
-        return (result, *values) if values else result
-
-    def peak_memory(self) -> dict[str, int]:
-        """Peak bytes of the process: `host` resident, `device` reserved by torch on its GPU (absent without one)."""
-        peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            peak["device"] = torch.cuda.max_memory_reserved()
-        return peak
-
-    def usage(self) -> Usage:
-        self._usage = self._usage or UsageSampler()
-        return self._usage.sample()
-
-    def stop(self) -> None:
-        if self.worker is not None and hasattr(self.worker, "close"):
-            self._logged(self.worker.close)
-
-    @staticmethod
-    def _logged(function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        except RlctlError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the seam between processes: every error goes on as a WorkerError
-            traceback.print_exc()
-            # The original may not unpickle in the driver (exceptions of C extensions); its text always does.
-            raise WorkerError(f"{type(error).__name__}: {error}") from None
-
-
-def new_host(environment: Mapping[str, str], concurrency: int, **options: Any) -> Any:
-    """Start a process for a worker; return Ray's handle of it."""
-    import ray
-
-    actor: Any = ray.remote(_Host).options(
-        num_cpus=0, max_restarts=0, max_concurrency=concurrency, runtime_env={"env_vars": dict(environment)}, **options
-    )
-    return actor.remote()
-
-
-def listen_at_node_address() -> None:
-    """Make gloo, NCCL and vLLM use the network of Ray's node address (the loopback on one node), unless set."""
-    import psutil
-
-    if (address := node_address()) is None:
-        return
-    os.environ.setdefault("VLLM_HOST_IP", address)
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this one, not all that begin so
-
-
-def imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 @dataclass(frozen=True)
@@ -499,7 +376,7 @@ class WorkerGroup(Generic[W_co]):
         return {rank: told[log.stem] for rank, log in enumerate(self._logs) if log.stem in told}
 
     def peak_memory(self) -> list[dict[str, int]]:
-        """The most memory that each rank's process has held, in bytes; see `_Host.peak_memory`."""
+        """The most memory that each rank's process has held, in bytes; see `WorkerHost.peak_memory`."""
         return PendingCall(self, "peak_memory", [host.peak_memory.remote() for host in self.hosts]).results()
 
     def usage(self) -> list[Usage]:

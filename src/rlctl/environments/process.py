@@ -24,7 +24,8 @@ from typing import Any, TypeVar, TypeVarTuple
 import psutil
 
 from rlctl.child import adopt_orphans
-from rlctl.environments.environment_plan import EnvironmentPlan, LoadedEnvironment, RunningEpisode
+from rlctl.environments.environment_plan import EnvironmentPlan, LoadedEnvironment
+from rlctl.environments.running_episode import RunningEpisode
 from rlctl.errors import RlctlError, first_line
 from rlctl.isolation.child_process import ChildProcess, begun
 
@@ -188,7 +189,7 @@ def _play(loaded: LoadedEnvironment, connection: Connection) -> None:
 
 
 async def _serve(loaded: LoadedEnvironment, connection: Connection) -> None:
-    episode, process = loaded.begin(), os.getpid()
+    episode, process = RunningEpisode(loaded), os.getpid()
     while True:
         try:
             method, arguments = pickle.loads(await asyncio.to_thread(_read, connection.fileno()))

@@ -38,7 +38,7 @@ from rlctl.preparation.prepare import (
     with_images,
 )
 from rlctl.preparation.run_workers import planned_teacher, planned_workers
-from rlctl.rewards.scorers import Trial
+from rlctl.rewards.reward_plan import Trial
 from rlctl.rollouts.dataset import TextStream
 from rlctl.runs.directory import Checkpoint, RunDirectory
 from rlctl.settings.data import ModelConfig

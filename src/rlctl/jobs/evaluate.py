@@ -36,14 +36,14 @@ from rlctl.jobs.generate import CompletionJob, completion_job, of_run, started_e
 from rlctl.methods.configuration import from_sources
 from rlctl.preparation.prepare import TIME, with_time
 from rlctl.rewards.extraction import vote
+from rlctl.rewards.prepare_rewards import prepare_rewards
 from rlctl.rewards.reward_model_scorer import reward_digest
-from rlctl.rewards.reward_plan import prepare_rewards
+from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest
-from rlctl.rewards.scorers import RewardPlan
 from rlctl.rewards.statistics import Estimate, Sampled, metrics_of
-from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
+from rlctl.rollouts.environment_episodes import EnvironmentEpisodes, episode_request, episode_seed
 from rlctl.rollouts.prompt_order import PromptOrder
-from rlctl.rollouts.scored_groups import groups_of
+from rlctl.rollouts.scored_groups import groups_with_scores
 from rlctl.rollouts.source import sample_seed
 from rlctl.runs.directory import Checkpoint
 from rlctl.runs.evaluation_file import SampleFile
@@ -327,7 +327,7 @@ class Encoded:
     prompts: Mapping[str, list[tuple[int, ...]]]
     """By task, in the order of its rows."""
     identity: str
-    play: EnvironmentPlay | None = None
+    play: EnvironmentEpisodes | None = None
     """How its episodes go; None: each prompt gets one answer."""
 
     @classmethod
@@ -343,7 +343,7 @@ class Encoded:
         for note in dict.fromkeys(filter(None, [job.model.source.note, *(one.note for one in encoders.values())])):
             tell(f"{candidate.label}: {note}")
         first = evaluation.tasks[0]
-        play = EnvironmentPlay.open(config, encoders[first.label], first.prompts[0])
+        play = EnvironmentEpisodes.open(config, encoders[first.label], first.prompts[0])
         if play is not None:
             encoders = {label: play.showing_tools(encoder) for label, encoder in encoders.items()}
             for line in play.describe():
@@ -480,7 +480,9 @@ def _scored(
     if scorer is not None:
         asked = (ScoreRequest(rows[r.group], r.texts, r.transcripts if r.episodes else None) for r in results)
         answers = [*scorer.score(list(asked))]
-    groups, _ = groups_of(results, rows, seeds, answers, "zero" if config.reward.on_error == "zero" else "stop")
+    groups, _ = groups_with_scores(
+        results, rows, seeds, answers, "zero" if config.reward.on_error == "zero" else "stop"
+    )
     return [
         _record(one, task, group, rollout, sample)
         for group in groups

@@ -44,7 +44,7 @@ from rlctl.preparation.run_workers import (
     start_engines,
     start_run_workers,
 )
-from rlctl.rollouts.environment_play import EnvironmentPlay
+from rlctl.rollouts.environment_episodes import EnvironmentEpisodes
 from rlctl.rollouts.source import sample_seed
 from rlctl.runs.directory import Checkpoint, RunDirectory
 from rlctl.settings.config import RolloutConfig
@@ -282,7 +282,7 @@ def _completions(result: GroupResult) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def started_engines(
-    job: CompletionJob, plan: Plan, tell: Tell, play: EnvironmentPlay | None = None
+    job: CompletionJob, plan: Plan, tell: Tell, play: EnvironmentEpisodes | None = None
 ) -> Iterator[tuple[EngineClient, PolicyClient | None, contextlib.AbstractContextManager[Any]]]:
     """Engines with the weights asked for, which play episodes as `play` says (None: of one answer), the policy on the
     same devices that they are refitted from if there is one, and the engines' turn on these devices."""

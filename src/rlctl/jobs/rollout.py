@@ -23,11 +23,11 @@ from rlctl.errors import InputError
 from rlctl.jobs.generate import CompletionJob, completion_job, started_engines
 from rlctl.preparation.prepare import with_images, with_time
 from rlctl.refit.decoding import policy_difference
-from rlctl.rewards.reward_plan import any_reward, mixed_rewards
+from rlctl.rewards.prepare_rewards import any_reward, mixed_rewards
+from rlctl.rewards.reward_plan import Rewards
 from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest
-from rlctl.rewards.scorers import Rewards
 from rlctl.rollouts.prompt_order import PromptStream
-from rlctl.rollouts.scored_groups import groups_of
+from rlctl.rollouts.scored_groups import groups_with_scores
 from rlctl.rollouts.source import sample_seed
 from rlctl.runs.directory import Checkpoint
 
@@ -90,7 +90,7 @@ def play(job: EpisodesJob, tell: Tell) -> Iterator[dict[str, Any]]:
             policy_difference(policy, [result]) if policy and job.completions.compares else None for result in results
         ]
         answers = _scores(job.rewards, results, [rows[result.group] for result in results])
-        groups, _ = groups_of(results, rows, seeds, answers, "drop")
+        groups, _ = groups_with_scores(results, rows, seeds, answers, "drop")
         for group, difference in zip(groups, differences, strict=True):
             yield _record(group, difference)
 

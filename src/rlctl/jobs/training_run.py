@@ -15,7 +15,8 @@ from typing import Any
 from rlctl.backends.clients import PolicyClient
 from rlctl.checkpoints.conversion.prepared_model import prepared, require_seen
 from rlctl.checkpoints.model_source import ModelSource
-from rlctl.cluster.ray_session import BesideSession, dead_process, fetch, require_processes
+from rlctl.cluster.ray_health import dead_process, require_processes
+from rlctl.cluster.ray_session import BesideSession, fetch
 from rlctl.cluster.usage import UsageSampler, system_metrics
 from rlctl.cluster.workers import WorkerGroup, telling_waits
 from rlctl.config.files import write_json

@@ -14,8 +14,8 @@ from rlctl.environments.environment_plan import plan_environment
 from rlctl.environments.process import EnvironmentHost
 from rlctl.errors import AbsentError
 from rlctl.methods.available import method_from_config
-from rlctl.rewards.reward_plan import prepare_rewards, require_usable
-from rlctl.rewards.scorers import Trial
+from rlctl.rewards.prepare_rewards import prepare_rewards, require_usable
+from rlctl.rewards.reward_plan import Trial
 from rlctl.settings.config import RlctlConfig
 from rlctl.training.method import Method
 

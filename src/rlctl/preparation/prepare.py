@@ -62,9 +62,9 @@ from rlctl.preparation.run_workers import (
     planned_workers,
     refusal_of,
 )
+from rlctl.rewards.prepare_rewards import any_reward, mixed_rewards, require_known
 from rlctl.rewards.reward_model_scorer import reward_digest
-from rlctl.rewards.reward_plan import any_reward, mixed_rewards, require_known
-from rlctl.rewards.scorers import Rewards
+from rlctl.rewards.reward_plan import Rewards
 from rlctl.rollouts.dataset import HeldOutTexts, TextStream
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.validation import ValidationSet

@@ -26,9 +26,9 @@ from rlctl.backends.lookup import EngineBackend, PolicyBackend, engine_backend, 
 from rlctl.backends.messages import Sampling, Truncation
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster import hangs
-from rlctl.cluster.early_hosts import EarlyHost, EarlyHosts
 from rlctl.cluster.placement import Bundle, Placement
 from rlctl.cluster.ray_session import fetch
+from rlctl.cluster.worker_host import EarlyHost, EarlyHosts
 from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerSpec, failing_with, stop_together
 from rlctl.data.chat import EncodedPrompt
 from rlctl.errors import ConfigError, MachineError, RlctlError, WaitTimeoutError
@@ -38,8 +38,8 @@ from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.make_plan import Refusal
 from rlctl.planner.result import Plan
 from rlctl.refit.weight_sender import PolicyProcess, WeightSender
+from rlctl.rewards.reward_plan import Rewards
 from rlctl.rewards.reward_worker import RewardWorker
-from rlctl.rewards.scorers import Rewards
 from rlctl.rollouts.episodes import ONE_TURN, PlaySpec
 from rlctl.settings.config import EngineConfig, RlctlConfig
 from rlctl.settings.generation import RefitConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlctl.backends.base import PolicyWorker
-from rlctl.cluster.workers import imported
+from rlctl.cluster.worker_host import imported
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,7 +14,7 @@ from rlctl.errors import InputError
 from rlctl.methods.available import method_from_config
 from rlctl.models.facts import ModelFacts
 from rlctl.preparation.prepare import Job
-from rlctl.rewards.scorers import RewardPlan
+from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.rewards.scoring_process import ScoringProcess, Work
 from rlctl.rollouts.prompt_order import OpenedSource
 from rlctl.runs.directory import RunDirectory

@@ -1,305 +1,170 @@
-"""From the configured reward to a plan that is known to work, before anything expensive starts."""
+"""The reward of a run as plain data: weighted scorers, which the scoring process builds from it."""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import textwrap
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
-from rlctl.checkpoints.model_source import require_name_or_directory
-from rlctl.config.files import user_path
-from rlctl.config.plugins import plugin_names
-from rlctl.data.prompt_records import USUAL_NAMES
-from rlctl.data.prompt_rows import PromptRow, PromptSource
-from rlctl.errors import InputError, RlctlError, suggest
-from rlctl.isolation.child_process import shell_variables
-from rlctl.isolation.user_function import is_reference, split_reference
-from rlctl.rewards.extraction import GENERATED_ROWS, SAMPLED_ROWS, choose_extraction
-from rlctl.rewards.reward_model_scorer import reward_model
-from rlctl.rewards.scorers import BUILT_IN, OF_FORM, MixedRewards, RewardPlan, Rewards, Trial
-from rlctl.rewards.scoring_process import LATE, Score, ScoringProcess, Work, outcomes
+from rlctl.data.prompt_rows import GymTask, PromptRow, answer_text
+from rlctl.isolation.user_function import user_scorer
+from rlctl.rewards.extraction import ANSWER, DESCRIPTION, TAG, Extraction, extract, written_as
+from rlctl.rewards.reward_model_scorer import ModelScorer
+from rlctl.rewards.scorers import (
+    BY_THEMSELVES,
+    CALL_SHARE,
+    RIGHT_ABOVE,
+    BatchScorer,
+    DapoMath,
+    ExactMatch,
+    IfEval,
+    MathVerify,
+    Scorer,
+    Tagged,
+    TaskScorer,
+)
 from rlctl.rewards.tag_scorers import TAG_SCORERS
-from rlctl.settings.rewards import MODEL, OnError, RewardConfig, RewardTerm, SourceReward
-
-QUICK = frozenset(("task", "exact-match"))
-"""Scorers that are tried in this process, which has imported all that they need."""
+from rlctl.settings.rewards import MODEL, OnError, RewardTerm
 
 
-def prepare_rewards(
-    reward: RewardConfig,
-    source: PromptSource,
-    completion: str | None = None,
-    *,
-    apart: bool = False,
-    opened: bool = False,
-    time: str | None = None,
-) -> RewardPlan:
-    """Return the reward's plan for a source, after a trial of every scorer (`tried`). `completion` is tried too.
-    `apart`: the training engine computes a reward model, untried here. `opened`: prompts open a thought. `time`: the
-    time in a reward model's chat template. Raises InputError for unknown, unsuitable, unloadable or failing scorers."""
-    terms = _checked_terms(reward, source)
-    names = [term.name for term in terms]
-    extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
-    # What decides accuracy: the first term that compares with the reference answer, if there is one.
-    accuracy = next((name for name in names if name in BUILT_IN and name not in OF_FORM), None)
-    plan = RewardPlan(
-        terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error, opened=opened,
-        time=time, variables=shell_variables(),
-    )  # fmt: skip
-    own = tuple(term for term in terms if not (apart and term.name.startswith(MODEL)))
-    return replace(tried(replace(plan, terms=own), source, completion) if own else plan, terms=terms)
+@dataclass(frozen=True)
+class Trial:
+    """The scores of one completion, given before a run begins."""
+
+    where: str
+    """The row of the prompt."""
+    completion: str
+    scores: dict[str, float | None]
+    """By scorer; None: it does not apply."""
+    reward: float | None
+    """Their weighted sum; None: no scorer applies."""
 
 
-def _checked_terms(reward: SourceReward, source: PromptSource) -> tuple[RewardTerm, ...]:
-    terms = reward.terms or ((RewardTerm(name="task"),) if source.task else ())
-    if not terms:
-        raise InputError(
-            f"No reward: {source.label} has no scorer.",
-            "Give --reward exact-match, math-verify, ifeval, model:DIR or path/to/file.py:function.",
-        )
-    terms = tuple(term.model_copy(update={"name": _checked_name(term.name, source)}) for term in terms)
-    for term in terms:
-        _require_params(term)
-    names = [term.name for term in terms]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InputError(f"Reward {twice!r} is given twice.", "Give it once, with the sum of the weights.")
-    return terms
+@dataclass(frozen=True)
+class RewardPlan:
+    """The reward of a run as plain data; made by `rewards.prepare_rewards`."""
+
+    terms: tuple[RewardTerm, ...]
+    extraction: Extraction
+    extraction_reason: str | None
+    """Why this extraction; None: the user chose it."""
+    task: GymTask | None
+    accuracy_by: str | None
+    """The term that says whether a completion is right; None: no term compares with the reference answer."""
+    timeout_s: float
+    notes: tuple[str, ...] = ()
+    """Notes for the user before the run."""
+    trials: tuple[Trial, ...] = ()
+    """The first row's reference answer, and the completion that the user gave if there is one."""
+    on_error: OnError = "drop"
+    """Reaction to a function of the user's that fails on a completion."""
+    opened: bool = False
+    """Whether prompts open a thought, so answers follow its end."""
+    time: str | None = None
+    """`model.chat_template_time`, which the chat template of a reward model writes too."""
+    compares: bool = False
+    """Whether a function takes `completions`, so that its scores depend on the other completions of the call."""
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Environment variables of the user's functions."""
+    tried_rows: tuple[PromptRow, ...] = field(default=(), repr=False, compare=False)
+    """The rows of the trial, for another machine to repeat it."""
+
+    @property
+    def scorers(self) -> tuple[str, ...]:
+        return tuple(term.name for term in self.terms)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the scorers in metrics: a function's own, with its file or path only to tell two apart."""
+        forms = [
+            (name.rpartition("/" if name.startswith(MODEL) else ":")[2], name.rpartition("/")[2], name)
+            for name in self.scorers
+        ]
+        counts = [Counter(column) for column in zip(*forms, strict=True)]
+        return tuple(next(one for one, count in zip(form, counts, strict=True) if count[one] == 1) for form in forms)
+
+    def right(self, score: float | None) -> bool:
+        """Return whether a score of `accuracy_by` is that of a right answer."""
+        above = RIGHT_ABOVE.get(self.accuracy_by or "")
+        return score is not None and (score >= 1.0 if above is None else score > above)
+
+    def answers(self, completions: Sequence[str], accuracies: Sequence[float] | None = None) -> tuple[bool, ...] | None:
+        """Return whether each completion has a readable (or right) answer; None without a reference scorer."""
+        if self.accuracy_by in (None, "ifeval"):
+            return None
+        right = [False] * len(completions) if accuracies is None else [one >= 1.0 for one in accuracies]
+        return tuple(so or self._answers(text) for so, text in zip(right, completions, strict=True))
+
+    def _answers(self, completion: str) -> bool:
+        if self.accuracy_by == "geo3k":
+            return extract(completion, "boxed") is not None
+        if self.accuracy_by in BY_THEMSELVES:
+            return bool((ANSWER if self.accuracy_by == "dapo-math" else TAG).search(completion))
+        own: tuple[Extraction, ...] = ("boxed", "answer-tag", "last-number")
+        by_itself = self.accuracy_by == "math-verify" and self.extraction_reason is not None
+        ways = own if by_itself else (self.extraction,)
+        return any(extract(completion, way, opened=self.opened) is not None for way in ways)
+
+    def of(self, source: str) -> RewardPlan:
+        return self
+
+    def reference(self, answer: Any) -> str:
+        how = self.accuracy_by if self.accuracy_by in BY_THEMSELVES else self.extraction
+        return written_as(answer_text(answer), how, opened=self.opened)
+
+    def build(self) -> list[Scorer | BatchScorer]:
+        """Return the scorers in the order of `scorers`, importing their libraries."""
+        chosen = self.extraction if self.extraction_reason is None else None  # math-verify keeps to the user's own
+        made: dict[str, Callable[..., Scorer]] = {
+            **TAG_SCORERS,
+            "task": lambda: TaskScorer(cast(GymTask, self.task), self.extraction, opened=self.opened),
+            "exact-match": lambda: ExactMatch(self.extraction, opened=self.opened),
+            "ifeval": IfEval,
+            "dapo-math": DapoMath,
+            "math-verify": lambda: MathVerify(chosen, opened=self.opened),
+            "tagged-answer": lambda: Tagged("answer"),
+            "tagged-integer": lambda: Tagged("integer"),
+            "tagged-format": lambda: Tagged("format"),
+        }
+
+        def other(name: str) -> Scorer | BatchScorer:
+            if name.startswith(MODEL):
+                return ModelScorer(name, self.time)
+            return user_scorer(name, CALL_SHARE * self.timeout_s)
+
+        return [made[term.name](**term.params) if term.name in made else other(term.name) for term in self.terms]
+
+    def describe(self) -> list[str]:
+        given = (", ".join(f"{name}={value}" for name, value in term.params.items()) for term in self.terms)
+        called = [f"{term.name}({own})" if own else term.name for term, own in zip(self.terms, given, strict=True)]
+        weighted = zip(self.terms, called, strict=True)
+        terms = " + ".join(name if term.weight == 1 else f"{term.weight:g} x {name}" for term, name in weighted)
+        reason = self.extraction_reason or "reward.extract"
+        accuracy = f"accuracy: {self.accuracy_by or 'none, no reward compares with an answer'}"
+        return [f"reward: {terms}", f"answer: {DESCRIPTION[self.extraction]} ({reason})", accuracy, *self.notes]
 
 
-def _require_params(term: RewardTerm) -> None:
-    takes = inspect.signature(TAG_SCORERS[term.name]).parameters if term.name in TAG_SCORERS else {}
-    for name, value in term.params.items():
-        if name not in takes:
-            known = (
-                f"It takes {', '.join(takes)}." if takes else f"Scorers with arguments are {', '.join(TAG_SCORERS)}."
-            )
-            raise InputError(f"Reward {term.name!r} has no argument {name!r} (params of reward.terms).", known)
-        wanted = str if isinstance(takes[name].default, str) else int | float
-        if isinstance(value, bool) or not isinstance(value, wanted):
-            kind = "a text" if wanted is str else "a number"
-            raise InputError(
-                f"Reward {term.name!r}: {name} is {value!r}, which is not {kind} (params of reward.terms)."
-            )
+@dataclass(frozen=True)
+class MixedRewards:
+    """The rewards of a run with several sources of prompts, by the label of the source."""
+
+    plans: dict[str, RewardPlan]
+
+    @property
+    def scorers(self) -> tuple[str, ...]:
+        return tuple(name for plan in self.plans.values() for name in plan.scorers)
+
+    @property
+    def compares(self) -> bool:
+        return any(plan.compares for plan in self.plans.values())
+
+    def of(self, source: str) -> RewardPlan:
+        return self.plans[source]
+
+    def describe(self) -> list[str]:
+        return [f"{label}: {line}" for label, plan in self.plans.items() for line in plan.describe()]
 
 
-def require_usable(reward: RewardConfig, label: str) -> str:
-    """Return scorer names of a source with remote rows. Raises InputError for impossible or unloadable scorers."""
-    terms = _checked_terms(
-        reward, PromptSource(label, 0, lambda index: PromptRow(index, label, "", None), {}, checked=0)
-    )
-    own = tuple(term for term in terms if not term.name.startswith(MODEL))
-    plan = RewardPlan(own, "full", None, None, None, reward.timeout_s)
-    with contextlib.closing(ScoringProcess(plan)) as process:
-        process.start()
-    return ", ".join(term.name for term in terms)
-
-
-def mixed_rewards(
-    sources: Iterable[tuple[str, RewardConfig, PromptSource]],
-    completion: str | None = None,
-    *,
-    apart: bool = False,
-    opened: bool = False,
-    time: str | None = None,
-) -> Rewards:
-    """Return the plan of one source, or several by label, with the arguments of `prepare_rewards`."""
-    plans = {
-        label: prepare_rewards(reward, source, completion, apart=apart, opened=opened, time=time)
-        for label, reward, source in sources
-    }
-    return MixedRewards(plans) if len(plans) > 1 else next(iter(plans.values()))
-
-
-def any_reward(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> bool:
-    return any(reward.terms or source.task for _, reward, source in sources)
-
-
-def require_known(reward: SourceReward) -> None:
-    """Raise InputError for an unknown scorer or missing file or directory; hub models are checked when a run starts."""
-    for term in reward.terms:
-        if term.name.startswith(MODEL):
-            require_name_or_directory(term.name.removeprefix(MODEL))
-        if not term.name.startswith(MODEL) or user_path(term.name.removeprefix(MODEL)).is_dir():
-            _known_name(term.name)
-
-
-def _known_name(name: str) -> str:
-    if name.startswith(MODEL):
-        return f"{MODEL}{reward_model(name)}"
-    if is_reference(name):
-        path, function = split_reference(name)
-        return f"{path}:{function}"
-    known = (*BUILT_IN, *(plugin_names("rlctl.rewards") if name not in BUILT_IN else ()))
-    if name in known:
-        return name
-    hint = suggest(name, known) or f"Rewards are {', '.join(known)}, model:DIR and path/to/file.py:function."
-    raise InputError(f"Unknown reward {name!r} (--reward).", hint)
-
-
-def _checked_name(name: str, source: PromptSource) -> str:
-    """Return the name as the scoring process understands it, if it fits the data."""
-    if name not in BUILT_IN:
-        return _known_name(name)
-    if name == "task" and source.task is None:
-        why = f"Reward 'task' is the scorer of a reasoning-gym task, and {source.label} is none."
-        raise InputError(why, "Use exact-match, math-verify or path/to/file.py:function.")
-    if name == "ifeval" and len(source) and not {"instruction_id_list", "kwargs"} <= source[0].fields.keys():
-        why = f"Reward 'ifeval' judges by `instruction_id_list` and `kwargs`, which {source[0].where} lacks."
-        raise InputError(why, "Use data with the fields of google/IFEval.")
-    if name in ("task", "ifeval", *OF_FORM):
-        return name
-    for index in range(source.checked):  # a comparison
-        row = source[index]
-        if row.answer is None:
-            told = "Name the one that holds it with --answer-field NAME." if index == 0 else "Leave the row out."
-            usual = [field for field in USUAL_NAMES["--answer-field"] if field in row.fields]
-            meant = f"; `{usual[0]}` may be it" if usual else ""
-            there = f"Its other fields are {', '.join(row.fields)}{meant}." if row.fields else "It has no other fields."
-            why = f"Reward {name!r} compares with a reference answer, and {row.where} has none."
-            raise InputError(why, f"{there} {told}")
-        if isinstance(row.answer, dict | list) and not (name == "bbox_giou" and isinstance(row.answer, list)):
-            kind = "an object" if isinstance(row.answer, dict) else "a list"
-            raise InputError(
-                f"Reward {name!r} compares with a text or a number, and the reference answer of {row.where} is {kind}.",
-                "A reward function (path/to/file.py:function) gets it unchanged.",
-            )
-    return name
-
-
-TRIED_S = 10.0
-"""Time after which no further reference answers are scored before a run."""
-ROWS_AT_ONCE = 128
-SHOWN_ROWS = 3
-LONG_TEXT = "It goes on and on, and there is no end. " * 500
-UNUSUAL = (("an empty text", ""), ("a text without numbers", "I do not know."), ("a long text", LONG_TEXT))
-"""Completions that models write, and that functions fail on which expect an answer."""
-
-
-def tried(plan: RewardPlan, source: PromptSource, completion: str | None = None) -> RewardPlan:
-    """Return the plan with scores of the first row's answer and `completion`, and notes on rejected reference answers
-    and constant functions. Raises InputError for a failing function."""
-    row = source[0]
-    own = plan.reference(row.answer if row.answer is not None else "")
-    texts = [text for text in (own, completion) if text is not None]
-    rows = tuple(source[index] for index in range(min(2, len(source))))
-    with _scoring(plan) as (score, process):
-        trials = _trials(plan, row, texts, score)
-        notes = [*_notes_of_references(plan, source, score), *_notes_of_functions(plan, rows, score)]
-        compares = process is not None and process.compares
-    return replace(plan, trials=trials, notes=tuple(notes), compares=compares, tried_rows=rows)
-
-
-def tried_again(plan: RewardPlan) -> list[str]:
-    """Repeat the trial of a tried plan on this machine; return how its outcome differs. Raises what `tried` raises."""
-    with _scoring(plan) as (score, _):
-        trials = _trials(plan, plan.tried_rows[0], [one.completion for one in plan.trials], score)
-        notes = [note.removeprefix("note: ") for note in _notes_of_functions(plan, plan.tried_rows, score)
-                 if note not in plan.notes]  # fmt: skip
-    for before, now in zip(plan.trials, trials, strict=True):
-        for name, value in now.scores.items():
-            if value != before.scores[name]:
-                gives, gave = ("no score" if one is None else f"{one:g}" for one in (value, before.scores[name]))
-                shown = textwrap.shorten(repr(now.completion), 60, placeholder=" ...")
-                notes.append(f"{name} gives {gives} to {shown} ({now.where}), and gave {gave} where rlctl was started")
-    return notes
-
-
-def _trials(plan: RewardPlan, row: PromptRow, texts: Sequence[str], score: Scoring) -> tuple[Trial, ...]:
-    scores = iter(score([Work(number, text, row) for text in texts for number in range(len(plan.scorers))], "stop"))
-    trials = []
-    for text in texts:
-        values = {term.name: next(scores).value for term in plan.terms}
-        applying = [term.weight * value for term in plan.terms if (value := values[term.name]) is not None]
-        trials.append(Trial(row.where, text, values, sum(applying) if applying else None))
-    return tuple(trials)
-
-
-Scoring = Callable[[list[Work], OnError], list[Score]]
-
-
-@contextlib.contextmanager
-def _scoring(plan: RewardPlan) -> Iterator[tuple[Scoring, ScoringProcess | None]]:
-    """Give the block a function that scores, and its process; None where the scorers run no code of others."""
-    if QUICK.issuperset(plan.scorers):
-        scorers = plan.build()
-
-        def score_here(work: list[Work], on_error: OnError) -> list[Score]:
-            scores = []
-            for outcome in outcomes(work, plan, scorers):
-                if isinstance(outcome, RlctlError):
-                    raise outcome
-                assert isinstance(outcome, Score)  # no limit of time was given
-                scores.append(outcome)
-            return scores
-
-        yield score_here, None
-        return
-    with contextlib.closing(ScoringProcess(plan)) as process:
-
-        def score(work: list[Work], on_error: OnError) -> list[Score]:
-            process.plan = replace(plan, on_error=on_error)
-            return process.score(work)
-
-        yield score, process
-
-
-def _notes_of_references(plan: RewardPlan, source: PromptSource, score: Scoring) -> Iterator[str]:
-    judging = [n for n, name in enumerate(plan.scorers) if name in BUILT_IN and name not in (*OF_FORM, "ifeval")]
-    if not judging:
-        return
-    rows = [row for row in source.sample(GENERATED_ROWS if source.task else SAMPLED_ROWS) if row.answer is not None]
-    wrong: dict[int, list[tuple[PromptRow, Score]]] = {number: [] for number in judging}
-    deadline, tried_rows = time.monotonic() + TRIED_S, 0
-    batches = -(-len(rows) // ROWS_AT_ONCE)
-    for first in range(batches):
-        batch = rows[first::batches]  # from everywhere in the data, where time allows only some
-        if tried_rows and time.monotonic() > deadline:
-            break
-        work = [Work(number, plan.reference(row.answer), row) for row in batch for number in judging]
-        for one, found in zip(work, score(work, "drop"), strict=True):
-            if found.value is not None and found.value < 1 and not (found.failure or "").startswith(LATE):
-                wrong[one.scorer].append((one.row, found))
-        tried_rows += len(batch)
-    of = f"{tried_rows:,} rows" if tried_rows == len(source) else f"{tried_rows:,} rows tried of {len(source):,}"
-    for number, found in wrong.items():
-        if found:
-            shown = sorted(found, key=lambda one: one[0].index)[:SHOWN_ROWS]
-            yield (
-                f"note: {plan.scorers[number]} calls the reference answers of {len(found):,} of the {of} wrong, so "
-                f"these rows can never be right: {'; '.join(_shown(row, one) for row, one in shown)}"
-                f"{'; ...' if len(found) > len(shown) else ''}"
-            )
-
-
-def _shown(row: PromptRow, score: Score) -> str:
-    why = f" ({score.failure})" if score.failure else ""
-    return f"{row.where}, {textwrap.shorten(repr(row.answer), 60, placeholder=' ...')}, has {score.value:g}{why}"
-
-
-def _notes_of_functions(plan: RewardPlan, rows: Sequence[PromptRow], score: Scoring) -> Iterator[str]:
-    """Yield notes on user functions, called with a batch of model-like completions. Raises InputError for a failure
-    unless `reward.on_error=zero`."""
-    own = [number for number, name in enumerate(plan.scorers) if name not in BUILT_IN and not name.startswith(MODEL)]
-    if not own:
-        return
-    batch = [(plan.reference("" if row.answer is None else row.answer), row) for row in rows]
-    batch += [(text, rows[0]) for _, text in UNUSUAL]
-    for number in own:
-        try:
-            scores = score([Work(number, *one) for one in batch], "zero" if plan.on_error == "zero" else "stop")
-        except InputError as error:
-            raise InputError(
-                f"{error.message} That was a trial before the run, with completions that models write.",
-                error.hint or "Let the function take them, or set reward.on_error=zero, which gives 0 there.",
-            ) from error
-        label, values = plan.labels[number], [one.value for one in scores if one.value is not None]
-        if failed := [one.failure for one in scores if one.failure]:
-            yield f"note: {label} fails on {len(failed)} of {len(batch)} trial completions: {failed[0]}"
-        elif len(values) == len(batch) and len(set(values)) == 1:
-            yield (
-                f"note: {label} gives {values[0]:g} to all trial completions (reference answers, "
-                f"{', '.join(name for name, _ in UNUSUAL)}): nothing is learned from a reward that never varies"
-            )
+Rewards = RewardPlan | MixedRewards
+"""How the rollouts of a run are scored."""

@@ -15,9 +15,9 @@ from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.errors import InputError
 from rlctl.isolation.user_function import LARGEST_REWARD, TURNS
+from rlctl.rewards.prepare_rewards import tried_again
 from rlctl.rewards.reward_model_scorer import ModelTexts
-from rlctl.rewards.reward_plan import tried_again
-from rlctl.rewards.scorers import MixedRewards, RewardPlan, Rewards
+from rlctl.rewards.reward_plan import MixedRewards, RewardPlan, Rewards
 from rlctl.rewards.scoring_process import Score, ScoringProcess, Work, at_once
 from rlctl.settings.rewards import MODEL, RewardTerm
 

@@ -1,22 +1,16 @@
-"""Scorers, from one completion and its row to a number, and the plan that a scoring process builds them from."""
+"""Scorers: functions from one completion and its dataset row to a number."""
 
 from __future__ import annotations
 
 import functools
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from rlctl.data.prompt_rows import GymTask, PromptRow, answer_text
 from rlctl.errors import InputError, MachineError, RlctlError
-from rlctl.isolation.user_function import user_scorer
 from rlctl.rewards.extraction import (
-    ANSWER,
-    DESCRIPTION,
-    TAG,
     Extraction,
     answers_alike,
     as_number,
@@ -28,11 +22,8 @@ from rlctl.rewards.extraction import (
     readable_math,
     unspaced,
     without_thoughts,
-    written_as,
 )
-from rlctl.rewards.reward_model_scorer import ModelScorer
 from rlctl.rewards.tag_scorers import TAG_SCORERS, decimals, differ_in_size, tolerate_old_antlr, without_alarms
-from rlctl.settings.rewards import MODEL, OnError, RewardTerm
 
 OF_FORM = ("tagged-integer", "tagged-format", "format")
 """Scorers that look at how a completion is written, and at no reference answer."""
@@ -222,145 +213,3 @@ class IfEval:
             raise InputError(f"{row.where}: the scorer ifeval knows no instruction {unknown[0]!r}.", "Leave it out.")
         followed, _ = self._evaluate(completion, names, list(row.fields["kwargs"]), row.question, self._instructions)
         return sum(one.strict_pass for one in followed) / len(names)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The scores of one completion, given before a run begins."""
-
-    where: str
-    """The row of the prompt."""
-    completion: str
-    scores: dict[str, float | None]
-    """By scorer; None: it does not apply."""
-    reward: float | None
-    """Their weighted sum; None: no scorer applies."""
-
-
-@dataclass(frozen=True)
-class RewardPlan:
-    """The reward of a run as plain data; made by `rewards.prepare_rewards`."""
-
-    terms: tuple[RewardTerm, ...]
-    extraction: Extraction
-    extraction_reason: str | None
-    """Why this extraction; None: the user chose it."""
-    task: GymTask | None
-    accuracy_by: str | None
-    """The term that says whether a completion is right; None: no term compares with the reference answer."""
-    timeout_s: float
-    notes: tuple[str, ...] = ()
-    """Notes for the user before the run."""
-    trials: tuple[Trial, ...] = ()
-    """The first row's reference answer, and the completion that the user gave if there is one."""
-    on_error: OnError = "drop"
-    """Reaction to a function of the user's that fails on a completion."""
-    opened: bool = False
-    """Whether prompts open a thought, so answers follow its end."""
-    time: str | None = None
-    """`model.chat_template_time`, which the chat template of a reward model writes too."""
-    compares: bool = False
-    """Whether a function takes `completions`, so that its scores depend on the other completions of the call."""
-    variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Environment variables of the user's functions."""
-    tried_rows: tuple[PromptRow, ...] = field(default=(), repr=False, compare=False)
-    """The rows of the trial, for another machine to repeat it."""
-
-    @property
-    def scorers(self) -> tuple[str, ...]:
-        return tuple(term.name for term in self.terms)
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the scorers in metrics: a function's own, with its file or path only to tell two apart."""
-        forms = [
-            (name.rpartition("/" if name.startswith(MODEL) else ":")[2], name.rpartition("/")[2], name)
-            for name in self.scorers
-        ]
-        counts = [Counter(column) for column in zip(*forms, strict=True)]
-        return tuple(next(one for one, count in zip(form, counts, strict=True) if count[one] == 1) for form in forms)
-
-    def right(self, score: float | None) -> bool:
-        """Return whether a score of `accuracy_by` is that of a right answer."""
-        above = RIGHT_ABOVE.get(self.accuracy_by or "")
-        return score is not None and (score >= 1.0 if above is None else score > above)
-
-    def answers(self, completions: Sequence[str], accuracies: Sequence[float] | None = None) -> tuple[bool, ...] | None:
-        """Return whether each completion has a readable (or right) answer; None without a reference scorer."""
-        if self.accuracy_by in (None, "ifeval"):
-            return None
-        right = [False] * len(completions) if accuracies is None else [one >= 1.0 for one in accuracies]
-        return tuple(so or self._answers(text) for so, text in zip(right, completions, strict=True))
-
-    def _answers(self, completion: str) -> bool:
-        if self.accuracy_by == "geo3k":
-            return extract(completion, "boxed") is not None
-        if self.accuracy_by in BY_THEMSELVES:
-            return bool((ANSWER if self.accuracy_by == "dapo-math" else TAG).search(completion))
-        own: tuple[Extraction, ...] = ("boxed", "answer-tag", "last-number")
-        by_itself = self.accuracy_by == "math-verify" and self.extraction_reason is not None
-        ways = own if by_itself else (self.extraction,)
-        return any(extract(completion, way, opened=self.opened) is not None for way in ways)
-
-    def of(self, source: str) -> RewardPlan:
-        return self
-
-    def reference(self, answer: Any) -> str:
-        how = self.accuracy_by if self.accuracy_by in BY_THEMSELVES else self.extraction
-        return written_as(answer_text(answer), how, opened=self.opened)
-
-    def build(self) -> list[Scorer | BatchScorer]:
-        """Return the scorers in the order of `scorers`, importing their libraries."""
-        chosen = self.extraction if self.extraction_reason is None else None  # math-verify keeps to the user's own
-        made: dict[str, Callable[..., Scorer]] = {
-            **TAG_SCORERS,
-            "task": lambda: TaskScorer(cast(GymTask, self.task), self.extraction, opened=self.opened),
-            "exact-match": lambda: ExactMatch(self.extraction, opened=self.opened),
-            "ifeval": IfEval,
-            "dapo-math": DapoMath,
-            "math-verify": lambda: MathVerify(chosen, opened=self.opened),
-            "tagged-answer": lambda: Tagged("answer"),
-            "tagged-integer": lambda: Tagged("integer"),
-            "tagged-format": lambda: Tagged("format"),
-        }
-
-        def other(name: str) -> Scorer | BatchScorer:
-            if name.startswith(MODEL):
-                return ModelScorer(name, self.time)
-            return user_scorer(name, CALL_SHARE * self.timeout_s)
-
-        return [made[term.name](**term.params) if term.name in made else other(term.name) for term in self.terms]
-
-    def describe(self) -> list[str]:
-        given = (", ".join(f"{name}={value}" for name, value in term.params.items()) for term in self.terms)
-        called = [f"{term.name}({own})" if own else term.name for term, own in zip(self.terms, given, strict=True)]
-        weighted = zip(self.terms, called, strict=True)
-        terms = " + ".join(name if term.weight == 1 else f"{term.weight:g} x {name}" for term, name in weighted)
-        reason = self.extraction_reason or "reward.extract"
-        accuracy = f"accuracy: {self.accuracy_by or 'none, no reward compares with an answer'}"
-        return [f"reward: {terms}", f"answer: {DESCRIPTION[self.extraction]} ({reason})", accuracy, *self.notes]
-
-
-@dataclass(frozen=True)
-class MixedRewards:
-    """The rewards of a run with several sources of prompts, by the label of the source."""
-
-    plans: dict[str, RewardPlan]
-
-    @property
-    def scorers(self) -> tuple[str, ...]:
-        return tuple(name for plan in self.plans.values() for name in plan.scorers)
-
-    @property
-    def compares(self) -> bool:
-        return any(plan.compares for plan in self.plans.values())
-
-    def of(self, source: str) -> RewardPlan:
-        return self.plans[source]
-
-    def describe(self) -> list[str]:
-        return [f"{label}: {line}" for label, plan in self.plans.items() for line in plan.describe()]
-
-
-Rewards = RewardPlan | MixedRewards
-"""How the rollouts of a run are scored."""

@@ -23,7 +23,8 @@ from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
 from rlctl.isolation.child_process import ChildProcess, begun
 from rlctl.isolation.user_function import NoListError, UserBatchScorer
-from rlctl.rewards.scorers import BUILT_IN, CALL_SHARE, BatchScorer, RewardPlan, Scorer
+from rlctl.rewards.reward_plan import RewardPlan
+from rlctl.rewards.scorers import BUILT_IN, CALL_SHARE, BatchScorer, Scorer
 
 QUICK_S, SLOW_S = 0.5, 5.0
 """CPU time of a built-in scorer for one completion: at first, and once all others have their scores."""

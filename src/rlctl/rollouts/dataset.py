@@ -13,11 +13,11 @@ import numpy as np
 
 from rlctl.backends.messages import GroupRequest
 from rlctl.cluster.ray_session import put
+from rlctl.data.broken_images import readable
 from rlctl.data.chat import EncodedPrompt, PromptEncoder
 from rlctl.data.control_tokens import trimmed
 from rlctl.data.cross_tokens import chunks, read_text
 from rlctl.data.holdout import open_validation
-from rlctl.data.image_rows import readable
 from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.data.rollouts import CHUNK, TEACHER_SAMPLE, Rollout, RolloutColumns, RolloutGroup
 from rlctl.data.texts import (

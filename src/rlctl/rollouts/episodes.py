@@ -30,7 +30,7 @@ from rlctl.backends.messages import (
     detached,
 )
 from rlctl.cluster.progress import report
-from rlctl.cluster.workers import imported
+from rlctl.cluster.worker_host import imported
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import (
     FAULTS,

@@ -11,9 +11,10 @@ from typing import Any, Self
 import numpy as np
 
 from rlctl.backends.messages import GroupRequest
+from rlctl.data.broken_images import broken_images
 from rlctl.data.chat import EncodedPrompt, PromptEncoder, load_tokenizer
 from rlctl.data.holdout import columns_of_prompts, hold_out
-from rlctl.data.image_rows import broken_images, require_images
+from rlctl.data.image_rows import require_images
 from rlctl.data.mixing import Mixing, source_settings
 from rlctl.data.prompt_records import difficulties
 from rlctl.data.prompt_rows import PromptRow, PromptSource
@@ -21,7 +22,7 @@ from rlctl.data.prompts import open_episodes, open_prompts
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.data.row_types import PROMPTS, RowType
 from rlctl.errors import ConfigError, InputError
-from rlctl.rollouts.environment_play import EnvironmentPlay, episode_request, episode_seed
+from rlctl.rollouts.environment_episodes import EnvironmentEpisodes, episode_request, episode_seed
 from rlctl.settings.config import RlctlConfig, RolloutConfig
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig
@@ -65,7 +66,7 @@ class PromptStream:
         sources: Sequence[OpenedSource],
         planned: int,
         held_out: PromptSource | None = None,
-        environment: EnvironmentPlay | None = None,
+        environment: EnvironmentEpisodes | None = None,
     ) -> None:
         """`planned`: largest position count of the run; `held_out`: prompts excluded for validation."""
         self.sources, self.planned, self.held_out = sources, planned, held_out
@@ -96,7 +97,7 @@ class PromptStream:
             opened = [open_prompts(one.data, seed=config.run.seed) for one in source_settings(config)]
         stream = cls._of(config, model_dir, opened)
         first = stream.sources[0]
-        environment = EnvironmentPlay.open(config, first.encoder, first.prompts[0])
+        environment = EnvironmentEpisodes.open(config, first.encoder, first.prompts[0])
         rounds = config.filter.max_rounds if config.filter.groups == "replace" else 1
         ahead = config.rollouts.max_staleness if config.samples_while_training else 0
         planned = config.batch.prompts * (config.run.steps * rounds + ahead)

@@ -174,10 +174,10 @@ def scored(
     if scorers is not None:
         asked = [ScoreRequest(rows[one.group], one.texts, one.transcripts if one.episodes else None) for one in results]
         answers = scorers.score(asked, settings.timeout_s)
-    return groups_of(results, rows, seeds, answers, settings.on_error)
+    return groups_with_scores(results, rows, seeds, answers, settings.on_error)
 
 
-def groups_of(
+def groups_with_scores(
     results: Sequence[GroupResult],
     rows: Mapping[int, PromptRow],
     seeds: Mapping[int, Sequence[int]],

@@ -16,19 +16,19 @@ import numpy as np
 
 from rlctl.backends.clients import EngineClient, generate_groups
 from rlctl.backends.messages import GroupRequest, Sampling
+from rlctl.data.broken_images import readable
 from rlctl.data.chat import EncodedPrompt, PromptEncoder
 from rlctl.data.holdout import open_validation
-from rlctl.data.image_rows import readable
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.prompts import open_episodes
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import ConfigError, InputError
 from rlctl.refit.sync import WeightSync
+from rlctl.rewards.prepare_rewards import prepare_rewards
 from rlctl.rewards.reward_model_scorer import reward_digest
-from rlctl.rewards.reward_plan import prepare_rewards
-from rlctl.rewards.scorers import RewardPlan
+from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.rewards.statistics import Estimate
-from rlctl.rollouts.environment_play import episode_request, episode_seed
+from rlctl.rollouts.environment_episodes import episode_request, episode_seed
 from rlctl.rollouts.prompt_order import PromptOrder, PromptStream
 from rlctl.rollouts.scored_groups import FAILING_SHARE, Scorers, scored
 from rlctl.rollouts.source import sample_seed

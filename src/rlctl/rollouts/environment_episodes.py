@@ -21,9 +21,10 @@ from rlctl.data.image_sources import IMAGES, MARK
 from rlctl.data.prompt_rows import TOOLS, PromptRow
 from rlctl.data.rollouts import LENGTH, MediaPart, Turn
 from rlctl.data.turns import TurnEncoder, with_tools
-from rlctl.environments.environment_plan import EnvironmentPlan, Reply, RunningEpisode, plan_environment, readable_calls
+from rlctl.environments.environment_plan import EnvironmentPlan, plan_environment
 from rlctl.environments.interface import Ask, Message, is_cut
 from rlctl.environments.process import EnvironmentHost, EpisodeFailedError, Session
+from rlctl.environments.running_episode import Reply, RunningEpisode, readable_calls
 from rlctl.environments.tools import INSTRUCTIONS, format_of, listed, without_call
 from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rollouts.episodes import Episode, one_turn
@@ -41,7 +42,7 @@ ENDS_TURN = ("abort", "timeout")
 
 
 @dataclass(frozen=True)
-class EnvironmentPlay:
+class EnvironmentEpisodes:
     """How episodes with an environment go. It is plain data until an engine begins it."""
 
     plan: EnvironmentPlan
@@ -57,7 +58,7 @@ class EnvironmentPlay:
     """A call as the model is to write it; empty: without tools, or unknown."""
 
     @classmethod
-    def open(cls, config: RolloutConfig, encoder: PromptEncoder, row: PromptRow) -> EnvironmentPlay | None:
+    def open(cls, config: RolloutConfig, encoder: PromptEncoder, row: PromptRow) -> EnvironmentEpisodes | None:
         """Play a trial episode on a row; None without an environment. Raises InputError for its faults."""
         if not config.environment.wanted:
             return None
@@ -79,7 +80,7 @@ class EnvironmentPlay:
     @classmethod
     async def _tried(
         cls, host: EnvironmentHost, limits: EnvironmentConfig, encoder: PromptEncoder, row: PromptRow, seed: int
-    ) -> EnvironmentPlay:
+    ) -> EnvironmentEpisodes:
         session = host.begin()
         schemas_of_tools, note = await session.ask(RunningEpisode.schemas, timeout_s=limits.turn_timeout_s)
         reply = await session.ask(RunningEpisode.reset, row, episode_seed(seed, 0), timeout_s=limits.turn_timeout_s)
@@ -200,16 +201,16 @@ class EnvironmentPlay:
 
     # In the process of an engine
 
-    def started(self) -> Player:
+    def started(self) -> EpisodePlayer:
         host = EnvironmentHost(self.plan)
         host.start()
-        return Player(self, host)
+        return EpisodePlayer(self, host)
 
 
-class Player:
+class EpisodePlayer:
     """Plays the episodes of one engine."""
 
-    def __init__(self, play: EnvironmentPlay, host: EnvironmentHost) -> None:
+    def __init__(self, play: EnvironmentEpisodes, host: EnvironmentHost) -> None:
         self._play, self._host, self._limits = play, host, play.limits
 
     async def __call__(self, episode: Episode) -> None:

@@ -1,0 +1,191 @@
+"""The process of a worker: sends its output to a log and calls its methods. It may start before its group."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import resource
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlctl.cluster import hangs, progress
+from rlctl.cluster.placement import node_address
+from rlctl.cluster.usage import Usage, UsageSampler
+from rlctl.errors import RlctlError, WorkerError
+from rlctl.garbage import many_objects
+
+
+class WorkerHost:
+    """Runs inside the worker process: sends its output to the log file and calls the worker's methods."""
+
+    def __init__(self) -> None:
+        listen_at_node_address()
+        self.worker: Any = None
+        self._usage: UsageSampler | None = None
+        self._importing = threading.Lock()
+
+    def prepare(self, modules: Sequence[str]) -> None:
+        """Import what the worker will need. What cannot be imported fails again, and is told, where it is needed."""
+        with self._importing, many_objects():
+            for module in modules if self.worker is None else ():
+                with contextlib.suppress(Exception):
+                    importlib.import_module(module)
+
+    def _open(self, log_path: str, sharers: int) -> None:
+        Path(log_path).parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        # FlashInfer looks for `ninja` on the PATH, and is left out without a word where it finds none; the shell or the
+        # service that started Ray has seldom activated the environment.
+        own, path = sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)
+        if own not in path.split(os.pathsep):
+            os.environ["PATH"] = own + os.pathsep + path
+        if sharers:  # Ray lets a process have one thread otherwise
+            os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharers))
+        progress.host(Path(log_path).stem)
+        hangs.answer_questions(Path(log_path))
+
+    def start(
+        self,
+        log_path: str,
+        sharers: int,
+        worker_class: Callable[..., Any] | str,
+        kwargs: Mapping[str, Any],
+        then: str | None = None,
+    ) -> int:
+        """`sharers`: GPUs of the group on this node, which share its cores; 0: the number of threads is set."""
+        self._logged(lambda: self._open(log_path, sharers))
+        with self._importing, many_objects():
+            made = imported(worker_class) if isinstance(worker_class, str) else worker_class
+            self.worker = self._logged(lambda: made(**kwargs))
+        if then is not None:
+            self.call((then,), (), {})
+        return os.getpid()
+
+    def call(self, path: tuple[str, ...], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        target = self.worker
+        for holder in path[:-1]:
+            target = getattr(target, holder)()
+        return self._logged(lambda: getattr(target, path[-1])(*args, **kwargs))
+
+    def call_by_handle(self, path: tuple[str, ...], args: tuple) -> Any:
+        """Call a method that returns (result, values), and store each value as an object."""
+        result, values = self.call(path, args, {})
+        return (result, *values) if values else result
+
+    def peak_memory(self) -> dict[str, int]:
+        """Peak bytes of the process: `host` resident, `device` reserved by torch on its GPU (absent without one)."""
+        peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            peak["device"] = torch.cuda.max_memory_reserved()
+        return peak
+
+    def usage(self) -> Usage:
+        self._usage = self._usage or UsageSampler()
+        return self._usage.sample()
+
+    def stop(self) -> None:
+        if self.worker is not None and hasattr(self.worker, "close"):
+            self._logged(self.worker.close)
+
+    @staticmethod
+    def _logged(function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except RlctlError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the seam between processes: every error goes on as a WorkerError
+            traceback.print_exc()
+            # The original may not unpickle in the driver (exceptions of C extensions); its text always does.
+            raise WorkerError(f"{type(error).__name__}: {error}") from None
+
+
+def new_host(environment: Mapping[str, str], concurrency: int, **options: Any) -> Any:
+    """Start a process for a worker; return Ray's handle of it."""
+    import ray
+
+    actor: Any = ray.remote(WorkerHost).options(
+        num_cpus=0, max_restarts=0, max_concurrency=concurrency, runtime_env={"env_vars": dict(environment)}, **options
+    )
+    return actor.remote()
+
+
+def listen_at_node_address() -> None:
+    """Make gloo, NCCL and vLLM use the network of Ray's node address (the loopback on one node), unless set."""
+    import psutil
+
+    if (address := node_address()) is None:
+        return
+    os.environ.setdefault("VLLM_HOST_IP", address)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this one, not all that begin so
+
+
+def imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@dataclass(frozen=True)
+class EarlyHost:
+    """A process to start early: for a worker of the group `name` with this environment (`WorkerSpec.environment`)."""
+
+    name: str
+    environment: Mapping[str, str]
+    concurrency: int
+    """As for the group of the worker."""
+    modules: tuple[str, ...]
+    """What it imports."""
+
+
+class EarlyHosts:
+    """Started processes, each for the first worker with the same name, environment and concurrency. For sessions of one
+    machine without GPUs: elsewhere a place decides on the node and the environment."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[EarlyHost, Any]] = []
+        self._lock = threading.Lock()
+
+    def start(self, hosts: Sequence[EarlyHost]) -> None:
+        """Start processes in the running Ray session. Errors are ignored: the workers then start their own."""
+        from ray.exceptions import RayError
+
+        with contextlib.suppress(RayError, OSError, RuntimeError):
+            for early in hosts:
+                host = new_host(early.environment, early.concurrency)
+                host.prepare.remote(early.modules)
+                with self._lock:
+                    self._free.append((early, host))
+
+    def take(self, name: str, environment: Mapping[str, str], concurrency: int) -> Any:
+        """Return a process for such a worker, for it alone; None: there is none."""
+        with self._lock:
+            for place, (early, host) in enumerate(self._free):
+                if (early.name, dict(early.environment), early.concurrency) == (name, dict(environment), concurrency):
+                    del self._free[place]
+                    return host
+        return None
+
+    def drop(self) -> None:
+        """End the processes that no worker has taken."""
+        import ray
+        from ray.exceptions import RayError
+
+        with self._lock:
+            free, self._free = self._free, []
+        for _, host in free:
+            with contextlib.suppress(RayError):
+                ray.kill(host, no_restart=True)
