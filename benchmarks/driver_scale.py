@@ -24,11 +24,13 @@ import numpy as np
 from rlctl.backends.batching.packing import plan_batch
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Rollout, RolloutGroup
+from rlctl.garbage import rare_garbage_collection
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.source import RolloutBatch
-from rlctl.training.loop import batch_metrics, make_batch, rare_garbage_collection, selection_metrics
+from rlctl.training.step_metrics import batch_metrics, selection_metrics
+from rlctl.training.train_batch import make_batch
 
 MUST_S = 2.0
 PROMPT_TOKENS = 200

@@ -39,8 +39,8 @@ from rlctl.report import charts
 from rlctl.rollouts.dataset import columns_of, group_of
 from rlctl.settings.data import DataConfig, ModelConfig
 from rlctl.settings.training import OptimizerConfig
-from rlctl.training.loop import make_batch
 from rlctl.training.method import RunLoss
+from rlctl.training.train_batch import make_batch
 
 LIMITS = {"unpacked": 1.0, "packed": 1.5}
 """Tokens per second of rlctl are to be at least so many times those of the Trainer."""

@@ -32,3 +32,7 @@ def test_code_outside_of_methods_does_not_ask_which_method_runs() -> None:
     room = ROOT / "src" / "rlctl"
     paths = [path for path in room.rglob("*.py") if path.relative_to(room).parts[0] not in ("methods", "recipes")]
     assert not [f"{path}: {line}" for path in paths for line in path.read_text().splitlines() if asked.search(line)]
+
+
+def test_the_loop_reads_on_two_screens() -> None:
+    assert len((ROOT / "src" / "rlctl" / "training" / "loop.py").read_text().splitlines()) <= 220

@@ -13,8 +13,8 @@ from rlctl.backends.batching.batch import MinibatchResult, TokenBatch
 from rlctl.errors import ConfigError
 from rlctl.methods.configuration import resolve
 from rlctl.methods.kto import Kto
-from rlctl.training.loop import make_batch
 from rlctl.training.method import RunLoss
+from rlctl.training.train_batch import make_batch
 from support.groups import group
 
 LENGTHS, GOOD, Z0, BETA = (3, 1, 4), (True, False, True), 0.4, 0.3

@@ -15,8 +15,8 @@ from rlctl.errors import ConfigError
 from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.methods.preference import DpoConfig
-from rlctl.training.loop import make_batch
 from rlctl.training.method import RunLoss
+from rlctl.training.train_batch import make_batch
 from support.groups import group
 
 LENGTHS = [(3, 5), (2, 0), (4, 1)]

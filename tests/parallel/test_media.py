@@ -20,8 +20,8 @@ from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.settings.training import OptimizerConfig
-from rlctl.training.loop import make_batch
 from rlctl.training.method import RunLoss
+from rlctl.training.train_batch import make_batch
 from support import parallel_cases
 from support.parallel_cases import Case, make_worker, wholes
 from support.pool import Pools

@@ -25,8 +25,8 @@ from rlctl.methods.kto import Kto
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.rollouts.dataset import columns_of, group_of
 from rlctl.settings.training import OptimizerConfig
-from rlctl.training.loop import make_batch
 from rlctl.training.method import RunLoss
+from rlctl.training.train_batch import make_batch
 from support.parallel_cases import Case, make_worker, wholes
 from support.pool import Pools
 from support.reference_policy import facts, hf_model

@@ -23,8 +23,8 @@ from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.rollouts.dataset import columns_of, group_of
 from rlctl.settings.training import LoraConfig, OptimizerConfig
-from rlctl.training.loop import make_batch
 from rlctl.training.method import RunLoss
+from rlctl.training.train_batch import make_batch
 from support.parallel_cases import Case, make_worker, wholes
 from support.vision_models import square
 

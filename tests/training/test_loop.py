@@ -26,8 +26,9 @@ from rlctl.telemetry.display import step_line
 from rlctl.telemetry.phases import Phase, StepTimer
 from rlctl.training.agreement import Agreement
 from rlctl.training.health import Health
-from rlctl.training.loop import Loop, Parts, reward_parts
+from rlctl.training.loop import Loop, Parts
 from rlctl.training.method import RunLoss, declared
+from rlctl.training.step_metrics import reward_parts
 from support.groups import group
 
 

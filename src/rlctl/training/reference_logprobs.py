@@ -13,8 +13,8 @@ from rlctl.cluster.ray_session import fetch
 from rlctl.config.files import write_json
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.rollouts.dataset import ReferenceLogps, TextStream, groups_of, reference_key
-from rlctl.training.loop import make_batch
 from rlctl.training.method import Method
+from rlctl.training.train_batch import make_batch
 
 KEPT_EVERY = 100
 """Batches after which log-probs are written."""

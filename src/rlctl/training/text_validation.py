@@ -15,8 +15,8 @@ from rlctl.rollouts.validation import Validated, Validation, validation_sampling
 from rlctl.settings.config import TextConfig
 from rlctl.settings.rewards import RewardConfig
 from rlctl.telemetry.metrics import LOSS, flatten
-from rlctl.training.loop import estimate_first, make_batch
 from rlctl.training.method import Method, RunLoss
+from rlctl.training.train_batch import estimate_first, make_batch
 
 
 class TextValidation(Validation):

@@ -24,8 +24,8 @@ from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.methods.rl.token_advantages import PenalizedAdvantages
-from rlctl.training.loop import make_batch
 from rlctl.training.method import RunLoss
+from rlctl.training.train_batch import make_batch
 from support.groups import group
 from support.token_batches import token_batch
 
