@@ -104,7 +104,7 @@ RECORDING_SRUN = """#!{python}
 import json, sys
 with open({log!r}, "a") as log:
     print(json.dumps(sys.argv[1:]), file=log)
-if "hostname" in sys.argv[-1]:
+if "hostname" in sys.argv[-1] and "SLURMD" not in sys.argv[-1]:
     print("127.0.1.1\\n10.0.0.7 172.17.0.1")
 """
 
@@ -232,6 +232,46 @@ def test_a_job_that_slurm_warns_saves_is_queued_again_and_goes_on(tmp_path: Path
     trained = [line for line in said if line.startswith("train")]
     assert ["--resume" in line for line in trained] == [False, True]
     assert all("--run-dir runs/17" in line and line.endswith("--steps 9") for line in trained)
+
+
+@pytest.mark.parametrize(
+    ("address", "before", "restarts", "said"),
+    [
+        ("10.0.0.2", "(null)", 0, ["requeue 17", "update JobId=17 ExcNodeList=host-b"]),
+        ("10.0.0.1", "host-x", 2, ["requeue 17", "update JobId=17 ExcNodeList=host-x,host-a"]),
+        ("192.0.2.9", "(null)", 0, ["requeue 17"]),
+        ("10.0.0.2", "(null)", 3, []),
+        ("", "(null)", 0, []),
+    ],
+)
+def test_a_job_whose_node_fails_is_queued_again_without_it(
+    tmp_path: Path, address: str, before: str, restarts: int, said: list[str]
+) -> None:
+    """Stand-ins for Slurm and rlctl; the run ends with code 1, and names a node's address or none."""
+    tools = SLURM | {
+        "srun": """case "$*" in *SLURMD_NODENAME*) printf '10.0.0.1 host-a\\n10.0.0.2 host-b\\n'; exit;; esac
+            while [ "${1#--}" != "$1" ]; do shift; done; exec "$@\"""",
+        "scontrol": f"""case $1 in
+            show) [ "$2" = job ] && echo "  ReqNodeList=(null) ExcNodeList={before}" || printf "host-a\\nhost-b\\n";;
+            *) echo "$*" >> said;; esac""",
+        "rlctl": f"""case "$*" in train*) mkdir -p runs/17; echo '{address}' > runs/17/fault-node
+            [ '{address}' ] || rm runs/17/fault-node; exit 1;; esac""",
+    }
+    for name, text in tools.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "17", "USER": tmp_path.name}
+    job |= {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_RESTART_COUNT": str(restarts)}
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").touch()
+    (tmp_path / "said").touch()
+    script = ["bash", str(EXAMPLES / "two_nodes" / "train.sbatch"), "m"]
+    process = subprocess.Popen(script, cwd=tmp_path, env=job, start_new_session=True)
+    assert process.wait(120) == 1
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    shutil.rmtree(Path("/tmp") / tmp_path.name, ignore_errors=True)
+    assert (tmp_path / "said").read_text().splitlines() == said
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])

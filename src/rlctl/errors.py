@@ -40,6 +40,8 @@ class RlctlError(Exception):
     """A failure at run time (exit code 1)."""
 
     exit_code = 1
+    node: str | None = None
+    """Address of the node that the failure comes from, where one is to blame."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message if hint is None else f"{message} {hint}")
@@ -49,6 +51,15 @@ class RlctlError(Exception):
     def __reduce__(self) -> tuple:
         # Errors are pickled between processes; the default would pass the joined text as `message`.
         return (type(self), (self.message, self.hint))
+
+
+def faulty_node(error: BaseException | None) -> str | None:
+    """Return the node that an error, or one that led to it, blames."""
+    while error is not None:
+        if isinstance(error, RlctlError) and error.node is not None:
+            return error.node
+        error = error.__cause__ or error.__context__
+    return None
 
 
 class InputError(RlctlError, ValueError):

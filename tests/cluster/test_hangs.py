@@ -64,6 +64,7 @@ def test_the_rank_that_others_wait_for_is_named_and_all_stacks_are_kept(ranks, m
     said = caught.value.message
     assert "policy rank 0, 1, 2 did not finish `sum_up` in 3 s" in said
     assert "Rank 0, 2 wait for other ranks in all_reduce. Rank 1 does not wait, it is in `sleep_long` (" in said
+    assert caught.value.node == ranks.specs[1].bundles[0].node
     logs = [ranks.log_path(rank).read_text() for rank in range(3)]
     assert ["in sleep_long" in text for text in logs] == [False, True, False]
     assert ["in all_reduce" in text for text in logs] == [True, False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -82,6 +83,33 @@ def test_the_metrics_of_the_last_step_are_there_for_prometheus(run: RunDirectory
     assert values["rlctl_running"] == 0
     assert values["rlctl_reward_mean"] == last["reward_mean"]
     assert values["rlctl_seconds_total"] == last["seconds"]["total"]
+
+
+def test_losses_and_skipped_steps_of_all_steps_are_counters(run: RunDirectory, server: PageServer) -> None:
+    with run.metrics.open("a") as file:
+        for step, more in (
+            (6, {"lost_engines": 2, "skipped_steps": 1}),
+            (7, {"policy_restarts": 1, "skipped_steps": 3}),
+        ):
+            file.write(json.dumps({**step_line(step), **more}) + "\n")
+    _, text, _ = get(f"{server.address}metrics")
+    for name, value in (("lost_engines", 2.0), ("policy_restarts", 1.0), ("skipped_steps", 4.0)):
+        assert f'# TYPE rlctl_{name}_total counter\nrlctl_{name}_total{{run="run"}} {value}\n' in text
+
+
+def test_probes_follow_the_process_and_the_first_step(run: RunDirectory, server: PageServer) -> None:
+    """A run of 8 steps with 5 of them, then one that has taken none; both without and with a process."""
+    places = [f"{server.address}{name}" for name in ("livez", "readyz")]
+    assert [get(place)[:2] for place in places] == [(503, "stopped, step 5\n")] * 2
+    run.reopen()
+    with contextlib.ExitStack() as stack:
+        stack.callback(run.release)
+        assert [get(place)[:2] for place in places] == [(200, "running, step 5\n")] * 2
+        run.metrics.write_text("")
+        assert [get(place)[0] for place in places] == [200, 503]
+    for step in range(1, 9):
+        take_step(run, step)
+    assert [get(place)[:2] for place in places] == [(200, "finished, step 8\n")] * 2
 
 
 def test_a_run_can_be_watched_before_its_first_step(tmp_path: Path) -> None:

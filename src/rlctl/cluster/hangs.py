@@ -207,25 +207,30 @@ def look_at(processes: Mapping[int, tuple[str, Process]], here: str | None) -> d
     return looks
 
 
-def told(looks: Mapping[int, Look]) -> str:
-    """Say which ranks wait in a collective, and which ones they wait for."""
+def behind(looks: Mapping[int, Look]) -> set[int]:
+    """Return the ranks that the others wait for."""
     latest: dict[str, int] = {}
     for look in looks.values():
         for one in look.open:
             latest[one.group] = max(latest.get(one.group, 0), one.number)
     # A rank that waits too, but for an earlier collective of a group, holds up those who are further.
-    behind = {
+    return {
         rank
         for rank, look in looks.items()
         if not look.waits or any(look.last.get(group, number) < number for group, number in latest.items())
     }
-    waiting = [rank for rank in looks if rank not in behind]
+
+
+def told(looks: Mapping[int, Look]) -> str:
+    """Say which ranks wait in a collective, and which ones they wait for."""
+    late = behind(looks)
+    waiting = [rank for rank in looks if rank not in late]
     parts = []
     if waiting:
         names = sorted({one.what for rank in waiting for one in looks[rank].open})
         parts.append(f"Rank {', '.join(map(str, waiting))} wait{'s' * (len(waiting) == 1)} for other ranks")
         parts[0] += f" in {', '.join(names)}." if names else "."
-    for rank in sorted(behind):
+    for rank in sorted(late):
         what = "is behind" if looks[rank].waits else "does not wait"
         place = f", it is in {looks[rank].where}" if looks[rank].where else ""
         parts.append(f"Rank {rank} {what}{place}.")

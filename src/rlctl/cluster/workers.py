@@ -407,7 +407,9 @@ class WorkerGroup(Generic[W_co]):
             killed = here and oom_kills() > self._oom_kills
             told += " The kernel killed a process of this host for lack of memory in the meantime." if killed else ""
             why = f"{self.name} rank {rank}{pid}{where} died during `{method}`.{told}{self.log_tail(rank)}"
-            raise WorkerDiedError(why, MEMORY_ADVICE if killed else None) from None
+            died = WorkerDiedError(why, MEMORY_ADVICE if killed else None)
+            died.node = node
+            raise died from None
         except OutOfMemoryError as error:
             found = re.search(r"was (\S+) used / (\S+) limit", str(error))
             amount = f": {found[1]} of {found[2]} were in use" if found else ""
@@ -588,14 +590,17 @@ def _late(calls: Sequence[PendingCall[Any]], places: list[tuple[int, int]], time
     index = places[0][0]
     late = [rank for one, rank in places if one == index]
     group, method = calls[index].group, calls[index].method
-    tail, found = group.log_tail(late[0]), ""
+    tail, looks = group.log_tail(late[0]), dict[int, hangs.Look]()
     if timeout_s > USAGE_LIMIT_S:
         with contextlib.suppress(Exception):  # the wait has ended, whatever keeps others from being looked at
-            found = hangs.told({rank: look for rank, look in group.looks().items() if rank in late})
-    found += f" The stacks of all ranks are in {group.log_dir}." if found else ""
+            looks = {rank: look for rank, look in group.looks().items() if rank in late}
+    found = f"{hangs.told(looks)} The stacks of all ranks are in {group.log_dir}." if looks else ""
     measured = f", {TIMES_SLOWEST:.0f} times the slowest so far" if timeout_s != group.call_timeout_s else ""
     names = ", ".join(map(str, late))
-    return WaitTimeoutError(
+    error = WaitTimeoutError(
         f"{group.name} rank {names} did not finish `{method}` in {timeout_s:.0f} s{measured}. {found}".rstrip() + tail,
         "If the work is just slow, raise cluster.step_timeout_s (or cluster.start_timeout_s at the start).",
     )
+    if len(behind := hangs.behind(looks)) == 1:
+        error.node = group.specs[behind.pop()].bundles[0].node
+    return error

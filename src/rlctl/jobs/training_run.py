@@ -22,7 +22,7 @@ from rlctl.cluster.workers import WorkerGroup, telling_waits
 from rlctl.config.files import write_json
 from rlctl.data.image_rows import shown_prompt
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
-from rlctl.errors import InputError, RlctlError, WorkerError
+from rlctl.errors import InputError, RlctlError, WorkerError, faulty_node
 from rlctl.jobs.before_after import answered_twice, command_to_try
 from rlctl.jobs.kept_tokenizer import keep_tokenizer
 from rlctl.jobs.policy_recovery import load_policy, recovery_of
@@ -47,6 +47,7 @@ from rlctl.settings.run import BatchConfig
 from rlctl.telemetry.conversation import conversation
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.headline import Mean, MetricChange, calls_nothing, error_of, findings, headline, removed
+from rlctl.telemetry.heartbeat import Heartbeat
 from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
 from rlctl.telemetry.metrics import LOSS, Metrics, MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
@@ -141,6 +142,7 @@ def run_training(
             steps, interrupted = _train(job, run, display, stop, ray, resume, loop)
     except RlctlError as error:
         _report(run, display, "stopped")
+        run.blame(faulty_node(error))
         raise _with_resume_hint(error, run, command_of(job.config.run.algorithm)) from error
     except KeyboardInterrupt:
         _report(run, display, "stopped")
@@ -206,7 +208,7 @@ def _train(
         timer = StepTimer()
         timer.watch, display.progress = display.phase, _progress_of(workers, job.config.batch)
         rollouts = stack.enter_context(_rollouts(job, workers, sync, timer, display))
-        journal = RunJournal(job, run, display, loggers, Machine(workers))
+        journal = RunJournal(job, run, display, loggers, Machine(workers, sync))
         validation = _validation(job, workers, policy, sync, journal)
         step, version = _restored(resume_from, rollouts, validation)
         parts = Parts(
@@ -389,7 +391,7 @@ class RunJournal:
         job: Job,
         run: RunDirectory,
         display: Display,
-        loggers: Sequence[MetricsFile | LoggerThread],
+        loggers: Sequence[MetricsFile | LoggerThread | Heartbeat],
         machine: Machine,
     ) -> None:
         self._kept = job.config.run.log_rollouts
@@ -423,7 +425,7 @@ class RunJournal:
             self._display.note(str(share))
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        metrics = {**metrics, "system": self._machine.metrics()}
+        metrics = {**metrics, **self._machine.losses(), "system": self._machine.metrics()}
         for logger in self._loggers:
             logger.log(step, metrics)
         self._display.step(step, metrics)
@@ -491,9 +493,16 @@ def _sampled(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
 class Machine:
     """Asks once a step for the memory and processors that driver, ranks and engines use."""
 
-    def __init__(self, workers: RunWorkers) -> None:
-        self._workers, self._driver = workers, UsageSampler()
+    def __init__(self, workers: RunWorkers, sync: WeightSync | None) -> None:
+        self._workers, self._sync, self._driver = workers, sync, UsageSampler()
+        self._told_engines = 0
         self.metrics()  # the next answer is of the time since this one
+
+    def losses(self) -> dict[str, int]:
+        """Return how many engines were lost since the last call, if any."""
+        lost = 0 if self._sync is None else self._sync.lost_engines
+        new, self._told_engines = lost - self._told_engines, lost
+        return {"lost_engines": new} if new else {}
 
     def metrics(self) -> dict[str, float]:
         """Return `system` of a metrics line. Processes that are gone are left out."""
@@ -508,14 +517,17 @@ class Machine:
 
 def _loggers(
     job: Job, run: RunDirectory, resume_from: Checkpoint | None, display: Display, stack: contextlib.ExitStack
-) -> Sequence[MetricsFile | LoggerThread]:
+) -> Sequence[MetricsFile | LoggerThread | Heartbeat]:
     finished = 0 if resume_from is None else resume_from.step
-    loggers: list[MetricsFile | LoggerThread] = [run.open_metrics(resume_from)]
+    loggers: list[MetricsFile | LoggerThread | Heartbeat] = [run.open_metrics(resume_from)]
     config, options = job.config.model_dump(mode="json"), job.config.run
     logged = LoggedRun(run.path, options.project, options.name or run.name, config, finished)
     for logger in start_loggers(loggers_of(job.resolved), logged, display.say):
         loggers.append(logger)
         stack.callback(logger.close)
+    if options.heartbeat_url is not None:
+        loggers.append(Heartbeat(options.heartbeat_url, options.name or run.name, display.say))
+        stack.callback(loggers[-1].close)
     return loggers
 
 

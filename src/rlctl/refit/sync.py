@@ -134,7 +134,8 @@ class WeightSync:
         )
         self.devices = DeviceHandover(policy, engines, offload=offload, engines_sleep=engines_sleep)
         self._restarts, self._tell = restarts, tell
-        self._lost_so_far = 0
+        self.lost_engines = 0
+        """Engines that were lost so far."""
         self._agreed = False  # the engines' log-probs with the policy's, once
         self.before_refit: Callable[[], None] = lambda: None
         """Called before each refit of a run, where rollouts are in flight that must be finished first."""
@@ -244,11 +245,11 @@ class WeightSync:
         return self._decoded(self.session.refit(version, verify=True))
 
     def _count(self, error: RlctlError, lost: list[int]) -> None:
-        self._lost_so_far += len(lost)
+        self.lost_engines += len(lost)
         logs = ", ".join(str(self.engines.group.log_path(rank)) for rank in lost)
-        if self._lost_so_far > self._restarts:
+        if self.lost_engines > self._restarts:
             raise WorkerError(
-                f"{self._lost_so_far} engines were lost in this run, more than cluster.engine_restarts = "
+                f"{self.lost_engines} engines were lost in this run, more than cluster.engine_restarts = "
                 f"{self._restarts}. The last one: {error.message}",
                 error.hint or f"See {logs}.",
             ) from None

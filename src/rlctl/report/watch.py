@@ -20,6 +20,9 @@ from rlctl.telemetry.metrics import flatten, read_metrics
 
 PORT = 8642
 METRICS, EXPOSITION = "/metrics", "text/plain; version=0.0.4"
+LIVE, READY = "/livez", "/readyz"
+COUNTERS = ("lost_engines", "policy_restarts", "skipped_steps")
+"""Metrics of a step whose sums over the run are counters."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 """A browser lets the page do nothing but ask this server."""
 SCRIPT = Path(__file__).with_name("watch.js")
@@ -74,11 +77,21 @@ class PageServer(ThreadingHTTPServer):
         values = {"step": 0.0, "running": float(self.run.is_locked())}
         values |= {name: value for name, value in (flatten(lines[-1]) if lines else ()) if math.isfinite(value)}
         label = self.run.path.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        totals = {f"{name}_total": float(sum(line.get(name) or 0 for line in lines)) for name in COUNTERS}
         return "".join(
-            f'# TYPE {full} gauge\n{full}{{run="{label}"}} {value!r}\n'
-            for name, value in values.items()
+            f'# TYPE {full} {kind}\n{full}{{run="{label}"}} {value!r}\n'
+            for kind, found in (("gauge", values), ("counter", totals))
+            for name, value in found.items()
             for full in [f"rlctl_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"]
         )
+
+    def health(self, path: str) -> tuple[HTTPStatus, str]:
+        """Answer a probe: live while the run's process lives or has taken all steps, ready from the first step on."""
+        state = state_of(self.run)
+        lines = read_metrics(self.run.metrics)
+        step = lines[-1]["step"] if lines else 0
+        holds = state != "stopped" and (path == LIVE or step > 0)
+        return HTTPStatus.OK if holds else HTTPStatus.SERVICE_UNAVAILABLE, f"{state}, step {step}\n"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -86,10 +99,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if path not in ("/", METRICS):
-            self._answer(HTTPStatus.NOT_FOUND, f"The report is at /, and the metrics are at {METRICS}.".encode())
+        if path not in ("/", METRICS, LIVE, READY):
+            places = f"The report is at /, the metrics are at {METRICS}, and probes at {LIVE} and {READY}."
+            self._answer(HTTPStatus.NOT_FOUND, places.encode())
             return
         try:
+            if path in (LIVE, READY):
+                status, said = self.server.health(path)
+                self._answer(status, said.encode())
+                return
             if path == METRICS:
                 self._answer(HTTPStatus.OK, self.server.exposition().encode(), kind=EXPOSITION)
                 return

@@ -27,6 +27,7 @@ CHECKPOINT_NAME = re.compile(r"step_(\d+)")
 PARTIAL_NAME = re.compile(r"\.step_(\d+)\.partial")
 REMOVED = ".removed"
 LOCK = ".lock"
+FAULT = "fault-node"
 LOGS = "logs"
 DRIVER_LOG = "driver.log"
 STATE = "state.json"
@@ -132,6 +133,13 @@ class RunDirectory:
             self.release()
             why = f"Another process is writing to the run {self.path}."
             raise InputError(why, "Wait for it to end, or name another --run-dir.")
+
+    def blame(self, node: str | None) -> None:
+        """Keep the address of the node that ended the run in `fault-node`, for a script that queues the run again."""
+        with contextlib.suppress(OSError):
+            (self.path / FAULT).unlink(missing_ok=True)
+            if node is not None:
+                (self.path / FAULT).write_text(node + "\n")
 
     def is_locked(self) -> bool:
         with contextlib.suppress(OSError), (self.path / LOCK).open() as lock:

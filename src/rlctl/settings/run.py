@@ -303,6 +303,9 @@ class RunConfig(Section):
     """Interval, in steps, for showing the best and worst completion; 0: never; unset: 10 in a terminal."""
     loggers: Annotated[tuple[str, ...] | None, FREE] = None
     """Loggers in addition to metrics.jsonl; unset: tensorboard, and wandb if WANDB_API_KEY is set."""
+    heartbeat_url: Annotated[Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None, FREE] = None
+    """HTTP address of a monitoring service that receives a POST with run and step after each step; failures never end
+    the run. The manifest and the report store the address."""
     project: Annotated[str, Field(min_length=1), FREE] = "rlctl"
     """Name of the project in Weights & Biases and Trackio, and of the experiment in MLflow."""
     name: Annotated[Annotated[str, Field(min_length=1)] | None, FREE] = None
