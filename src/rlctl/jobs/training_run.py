@@ -402,8 +402,8 @@ class RunJournal:
         self._report = LiveReport(run, display.say)
         self._examples: list[Sample] = []
 
-    def doing(self, what: str) -> None:
-        self._display.doing(what)
+    def doing(self, activity: str) -> None:
+        self._display.doing(activity)
 
     def begin_step(self, step: int) -> None:
         self._display.begin_step(step)
@@ -444,12 +444,14 @@ class RunJournal:
         if self._kept:
             self._run.write_rollouts(step, samples[: self._kept])
 
-    def validated(self, step: int, found: Validated) -> None:
-        shown = [name for name in (*SHOWN_METRICS, LOSS) if name in found.metrics]
-        metrics = ", ".join(f"{name} {Mean(found.metrics[name], found.metrics.get(error_of(name)))}" for name in shown)
+    def validated(self, step: int, result: Validated) -> None:
+        shown = [name for name in (*SHOWN_METRICS, LOSS) if name in result.metrics]
+        metrics = ", ".join(
+            f"{name} {Mean(result.metrics[name], result.metrics.get(error_of(name)))}" for name in shown
+        )
         when = f"after step {step}" if step else "before step 1"
-        self.say(f"validation {when}: {metrics} ({found.measured} {self._prompts.kind}s)")
-        if not (sampled := _sampled(found.groups)):
+        self.say(f"validation {when}: {metrics} ({result.measured} {self._prompts.kind}s)")
+        if not (sampled := _sampled(result.groups)):
             return
         kept = sorted((group for group in sampled if group.rollouts), key=lambda group: group.position)[: self._kept]
         pairs = [(group, group.rollouts[0]) for group in kept]  # the same prompts each time, to compare their answers
@@ -526,8 +528,8 @@ def _loggers(
         loggers.append(logger)
         stack.callback(logger.close)
     if options.heartbeat_url is not None:
-        loggers.append(Heartbeat(options.heartbeat_url, options.name or run.name, display.say))
-        stack.callback(loggers[-1].close)
+        loggers.append(heartbeat := Heartbeat(options.heartbeat_url, options.name or run.name, display.say))
+        stack.callback(heartbeat.close)
     return loggers
 
 
