@@ -36,6 +36,17 @@ def test_the_metrics_are_those_of_the_fullest_process_and_of_each_node_and_gpu_o
     assert "gpu_memory_gib" not in system_metrics(driver, [], [])
 
 
+def test_the_slowest_gpu_and_node_are_named_by_their_clocks() -> None:
+    """Of two nodes: one GPU of a is throttled most, and those of b are slower on average."""
+    of_a = {"0": GpuUsage(GIB, 99.0, 1980.0), "1": GpuUsage(GIB, 99.0, 1200.0), "2": GpuUsage(GIB, 0.0)}
+    of_b = {"0": GpuUsage(GIB, 99.0, 1500.0), "1": GpuUsage(GIB, 99.0, 1500.0)}
+    found = system_metrics(usage("a", GIB), [usage("a", GIB, gpus=of_a), usage("b", GIB, gpus=of_b)], [])
+    assert (found["slowest_gpu"], found["slowest_node"]) == ("a GPU 1", "b")
+    assert (found["gpu_clock_mhz_least"], found["gpu_clock_mhz"]) == (1200.0, (1980 + 1200 + 1500 + 1500) / 4)
+    alone = system_metrics(usage("a", GIB), [usage("a", GIB, gpus={"0": of_a["0"]})], [])
+    assert not [name for name in alone if "clock" in name or "slowest" in name]
+
+
 def test_only_the_gpus_that_the_process_sees_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus(2) == ["0", "1"]
@@ -47,7 +58,7 @@ def test_only_the_gpus_that_the_process_sees_are_counted(monkeypatch: pytest.Mon
 def test_gpus_show_their_fullest_moment_and_their_mean_use_since_the_sample_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    used, busy = [5, 9, 2, 3], [100, 50, 0, 30]
+    used, busy, clocks = [5, 9, 2, 3], [100, 50, 0, 30], [1900, 1700, 1500]
 
     class Nvml(ModuleType):
         NVMLError = OSError
@@ -56,6 +67,8 @@ def test_gpus_show_their_fullest_moment_and_their_mean_use_since_the_sample_befo
         nvmlDeviceGetHandleByIndex = staticmethod(int)
         nvmlDeviceGetMemoryInfo = staticmethod(lambda handle: SimpleNamespace(used=used.pop(0)))
         nvmlDeviceGetUtilizationRates = staticmethod(lambda handle: SimpleNamespace(gpu=busy.pop(0)))
+        NVML_CLOCK_SM = 1
+        nvmlDeviceGetClockInfo = staticmethod(lambda handle, kind: clocks.pop(0))
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(GpuSampler, "_work", lambda self: None)
@@ -63,7 +76,7 @@ def test_gpus_show_their_fullest_moment_and_their_mean_use_since_the_sample_befo
     sampler = GpuSampler.start()
     assert sampler is not None
     sampler.look()
-    assert sampler.sample() == {"0": GpuUsage(9, 50.0)}
-    assert sampler.sample() == {"0": GpuUsage(3, 30.0)}
+    assert sampler.sample() == {"0": GpuUsage(9, 50.0, 1800.0)}
+    assert sampler.sample() == {"0": GpuUsage(3, 30.0, 1500.0)}
     monkeypatch.setattr(Nvml, "nvmlInit", staticmethod(lambda: (_ for _ in ()).throw(OSError("no driver"))))
     assert GpuSampler.start() is None

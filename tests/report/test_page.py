@@ -70,6 +70,15 @@ def test_tiles_tell_how_the_run_stands() -> None:
     assert "time 21 s" in " ".join(Reader(page([run(state="finished")])).texts)
 
 
+def test_the_gpu_and_the_node_that_are_slowest_most_often_are_named() -> None:
+    slow = [{"slowest_gpu": f"node-b GPU {gpu}", "slowest_node": "node-b"} for gpu in (3, 3, 5)]
+    lines = [line(step, system=one) for step, one in enumerate((*slow, {"memory_gib": 9.5}), start=1)]
+    shown = " ".join(Reader(page([run(lines=lines)])).texts)
+    assert "slowest GPU node-b GPU 3 in 2 of 3 steps, by its clock" in shown
+    assert "slowest node node-b in 3 of 3 steps, by its clock" in shown
+    assert "slowest" not in " ".join(Reader(page([run()])).texts)
+
+
 def test_every_metric_has_one_panel_and_diagnostics_are_folded() -> None:
     text = page([run(titles={"logprob_diff/max": "largest difference"})])
     found = captions(text)

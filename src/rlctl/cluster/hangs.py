@@ -162,7 +162,7 @@ def _asked(process: Process) -> list[dict[str, Any]]:
 
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
 TORCH = "/torch/distributed/"
-CALL = ("/rlctl/cluster/workers.py", "call")
+CALL = ("/rlctl/cluster/worker_host.py", "call")
 """The frame of a worker's call, in the thread that does what was asked."""
 
 

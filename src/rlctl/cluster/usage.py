@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -26,6 +26,8 @@ class GpuUsage:
     """Most bytes in use by any process."""
     busy_percent: float
     """Share of the time in which some kernel ran."""
+    clock_mhz: float = 0.0
+    """Clock of its processors while some kernel ran; 0: none ran."""
 
 
 @dataclass(frozen=True)
@@ -103,23 +105,26 @@ class GpuSampler:
             with contextlib.suppress(self._nvml.NVMLError):
                 used = int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used)
                 busy = float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+                clock = float(self._nvml.nvmlDeviceGetClockInfo(handle, self._nvml.NVML_CLOCK_SM)) if busy else 0.0
                 with self._lock:
-                    self._seen[name].append(GpuUsage(used, busy))
+                    self._seen[name].append(GpuUsage(used, busy, clock))
 
     def sample(self) -> dict[str, GpuUsage]:
         self.look()
         with self._lock:
             seen, self._seen = self._seen, {name: [] for name in self._handles}
-        return {
-            name: GpuUsage(max(one.memory_bytes for one in looks), fmean(one.busy_percent for one in looks))
-            for name, looks in seen.items()
-            if looks
-        }
+        return {name: _together(looks) for name, looks in seen.items() if looks}
 
     def _work(self) -> None:
         while True:
             time.sleep(GPU_INTERVAL_S)
             self.look()
+
+
+def _together(looks: Sequence[GpuUsage]) -> GpuUsage:
+    clocks = [one.clock_mhz for one in looks if one.clock_mhz]
+    fullest = max(one.memory_bytes for one in looks)
+    return GpuUsage(fullest, fmean(one.busy_percent for one in looks), fmean(clocks) if clocks else 0.0)
 
 
 def visible_gpus(count: int) -> list[str]:
@@ -130,11 +135,13 @@ def visible_gpus(count: int) -> list[str]:
     return [name.strip() for name in named.split(",") if name.strip() and name.strip() != "-1"]
 
 
-def system_metrics(driver: Usage, policy: Sequence[Usage], engines: Sequence[Usage]) -> dict[str, float]:
-    """Return the `system` of a metrics line: of the nodes and the processes the fullest, of processors the mean."""
+def system_metrics(driver: Usage, policy: Sequence[Usage], engines: Sequence[Usage]) -> dict[str, Any]:
+    """Return the `system` of a metrics line: of the nodes and the processes the fullest, of processors the mean. With
+    several GPUs it names the one with the lowest clock, and with several nodes of GPUs the node with the lowest mean:
+    a rank waits for the slowest in each collective, where all seem busy."""
     everyone = [driver, *policy, *engines]
     nodes = {usage.node: usage for usage in everyone}.values()
-    found = {
+    found: dict[str, Any] = {
         "cpu_percent": fmean(usage.node_cpu_percent for usage in nodes),
         "memory_gib": max(usage.node_bytes for usage in nodes) / GIB,
         "memory_percent": max(100 * usage.node_bytes / usage.node_total_bytes for usage in nodes),
@@ -143,9 +150,24 @@ def system_metrics(driver: Usage, policy: Sequence[Usage], engines: Sequence[Usa
         if group:
             found[f"{name}_memory_gib"] = max(usage.process_bytes for usage in group) / GIB
             found[f"{name}_cpu_percent"] = fmean(usage.process_cpu_percent for usage in group)
-    gpus = {(usage.node, name): gpu for usage in everyone for name, gpu in usage.gpus.items()}.values()
-    if gpus:
+    by_name = {(usage.node, name): gpu for usage in everyone for name, gpu in usage.gpus.items()}
+    if gpus := by_name.values():
         found["gpu_memory_gib"] = max(gpu.memory_bytes for gpu in gpus) / GIB
         found["gpu_busy_percent"] = fmean(gpu.busy_percent for gpu in gpus)
         found["gpu_busy_percent_least"] = min(gpu.busy_percent for gpu in gpus)
+        found |= _slowest({place: gpu.clock_mhz for place, gpu in by_name.items() if gpu.clock_mhz})
+    return found
+
+
+def _slowest(clocks: Mapping[tuple[str, str], float]) -> dict[str, Any]:
+    """Return names and clocks (MHz) of the slowest GPU and node; `clocks` by node and GPU."""
+    found: dict[str, Any] = {}
+    if len(clocks) > 1:
+        node, gpu = min(clocks, key=lambda place: clocks[place])
+        found = {"slowest_gpu": f"{node} GPU {gpu}", "gpu_clock_mhz_least": clocks[node, gpu]}
+        found["gpu_clock_mhz"] = fmean(clocks.values())
+        nodes = {node for node, _ in clocks}
+        means = {one: fmean(clock for (node, _), clock in clocks.items() if node == one) for one in nodes}
+        if len(means) > 1:
+            found["slowest_node"] = min(means, key=lambda one: means[one])
     return found

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.cluster import hangs, progress
+from rlctl.cluster import hangs, numa, progress
 from rlctl.cluster.placement import node_address
 from rlctl.cluster.usage import Usage, UsageSampler
 from rlctl.errors import RlctlError, WorkerError
@@ -52,6 +52,8 @@ class WorkerHost:
             os.environ["PATH"] = own + os.pathsep + path
         if sharers:  # Ray lets a process have one thread otherwise
             os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharers))
+        if bound := numa.bind():
+            print(bound, flush=True)
         progress.host(Path(log_path).stem)
         hangs.answer_questions(Path(log_path))
 

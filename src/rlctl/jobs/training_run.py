@@ -506,7 +506,7 @@ class Machine:
         new, self._told_engines = lost - self._told_engines, lost
         return {"lost_engines": new} if new else {}
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, Any]:
         """Return `system` of a metrics line. Processes that are gone are left out."""
         driver = self._driver.sample()
         try:

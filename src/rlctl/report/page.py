@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -158,6 +159,11 @@ def _standing(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
         found.append(("tokens/s", (number(median(value for _, value in speed[-20:])), "saving left out")))
     if gpu := run.points("system/gpu_memory_gib"):
         found.append(("GPU memory", (f"{max(value for _, value in gpu):.1f} GiB", "the fullest GPU")))
+    for what in ("GPU", "node"):
+        machine = [line["system"] for line in run.lines if isinstance(line.get("system"), Mapping)]
+        names = Counter(str(one[key]) for one in machine if (key := f"slowest_{what.lower()}") in one)
+        for name, steps in names.most_common(1):
+            found.append((f"slowest {what}", (name, f"in {steps} of {names.total()} steps, by its clock")))
     if memory := run.points("system/memory_gib"):
         share = max((value for _, value in run.points("system/memory_percent")), default=0.0)
         found.append(("memory", (f"{max(value for _, value in memory):.1f} GiB", f"{share:.0f}% of the node")))

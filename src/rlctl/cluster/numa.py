@@ -1,0 +1,88 @@
+"""Binding of a process to the processors and the memory next to its GPUs, as `numactl` does it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+SWITCH = "RLCTL_BIND_NUMA"
+"""0 in the environment of a process leaves it where the kernel puts it."""
+SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+"""Numbers of the system call; the C library has no function for it."""
+PREFERRED = 1
+
+
+@dataclass(frozen=True)
+class Topology:
+    """NUMA nodes of a host, and the node that each GPU is attached to."""
+
+    processors: Mapping[int, frozenset[int]]
+    gpus: Mapping[str, int]
+    """By the number in the order of the bus, and by UUID; without GPUs whose node the kernel does not know."""
+
+
+def topology(root: Path = Path("/")) -> Topology:
+    """Return the topology as the kernel and NVIDIA's driver tell it below `root`."""
+    processors = {}
+    for place in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        numbers = numbers_of((place / "cpulist").read_text())
+        if numbers:  # else a node of memory alone, such as GPUs' own on GH200
+            processors[int(place.name.removeprefix("node"))] = numbers
+    gpus = {}
+    for index, place in enumerate(sorted((root / "proc/driver/nvidia/gpus").glob("*"))):
+        with contextlib.suppress(OSError, ValueError):
+            node = int((root / "sys/bus/pci/devices" / place.name.lower() / "numa_node").read_text())
+            if node in processors:  # -1 in virtual machines that do not pass it on
+                gpus[str(index)] = node
+                if uuid := re.search(r"GPU UUID:\s*(\S+)", (place / "information").read_text()):
+                    gpus[uuid[1]] = node
+    return Topology(processors, gpus)
+
+
+def numbers_of(text: str) -> frozenset[int]:
+    """Read the kernel's list of processors, such as `0-3,8`."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def places(gpus: Sequence[str], found: Topology, allowed: Set[int]) -> tuple[tuple[int, ...], frozenset[int]] | None:
+    """Return the NUMA nodes of `gpus` and those of their processors that are `allowed`; None where binding a process
+    would not help: it may use no others, or a GPU's node is unknown."""
+    nodes = sorted({found.gpus.get(name, -1) for name in gpus})
+    if not nodes or nodes[0] < 0:
+        return None
+    own = frozenset().union(*(found.processors[node] for node in nodes)) & allowed
+    return (tuple(nodes), own) if own and own != allowed else None
+
+
+def bind() -> str:
+    """Bind this process and its threads to the NUMA nodes of the GPUs that it sees; return what was done, if
+    anything."""
+    gpus = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not gpus or os.environ.get(SWITCH) == "0":
+        return ""
+    try:
+        found = places(gpus, topology(), os.sched_getaffinity(0))
+    except (OSError, ValueError):
+        return ""
+    if found is None:
+        return ""
+    nodes, processors = found
+    for thread in os.listdir("/proc/self/task"):  # Ray's threads call the worker's methods
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(int(thread), processors)
+    if len(nodes) == 1 and (number := SET_MEMPOLICY.get(platform.machine())):
+        # A preference: memory comes from another node where this one is full. Containers may forbid the call.
+        mask = ctypes.c_ulong(1 << nodes[0])
+        ctypes.CDLL(None).syscall(number, PREFERRED, ctypes.byref(mask), 8 * ctypes.sizeof(mask))
+    names = ", ".join(map(str, nodes))
+    return f"bound to {len(processors)} processors and the memory of NUMA node {names}, next to GPU {', '.join(gpus)}"
