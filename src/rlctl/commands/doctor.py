@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 app = App()
 UNUSED_BY_DEEP = (
-    "calibrate", "fix", "quick", "preset", "model", "gpus_per_node", "run_dir", "ray_address", "config", "set_",
+    "calibrate", "fix", "quick", "preset", "model", "gpus_per_node", "config", "set_",
 )  # fmt: skip
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
@@ -39,6 +39,7 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
         "rlctl doctor --calibrate",
         "rlctl doctor --deep",
         "rlctl doctor --deep --only cuda-ipc",
+        "rlctl doctor --deep --ray-address HEAD:6379",
     ),
 )
 @options.taking("preset model gpu gpus_per_node run_dir ray_address config set_")
@@ -66,7 +67,8 @@ def doctor(
     """Check this machine and print a fix for each problem. The exit code is 3 when a check fails.
 
     Without --preset, doctor checks what the laptop preset needs. With --deep, probes run bottom-up in separate
-    processes: speeds, Triton, NCCL, CUDA IPC, vLLM and Megatron alone, then tiny runs.
+    processes: speeds, Triton, NCCL, CUDA IPC, vLLM and Megatron alone, then tiny runs. With --ray-address, the checks
+    of GPUs and NCCL run on every node too, and --deep measures the speeds of every node and GPU, slowest first.
     """
     if deep:
         for name in options.given(context, UNUSED_BY_DEEP):
@@ -116,9 +118,13 @@ def run_probes(config: RlctlConfig, only: list[str], limit_s: float | None, json
     from rlctl.config.files import temporary_folder
     from rlctl.doctor import deep
 
+    directory = user_path(config.run.dir or "runs")
+    if config.cluster.ray_address:
+        measure_nodes(config, only, directory, json_)
+        return
     with temporary_folder("deep", message) as folder:
         show_line = (lambda _: None) if json_ else (lambda outcome: output.show(deep.line_of(outcome)))
-        outcomes = deep.deep(config.cluster.gpu, only, limit_s, folder, show_line)
+        outcomes = deep.deep(config.cluster.gpu, only, limit_s, folder, show_line, directory)
         failed = [one for one in outcomes if one.status == "fail"]
         if json_:
             print_json({"passed": not failed, "probes": [vars(one) for one in outcomes]})
@@ -129,6 +135,27 @@ def run_probes(config: RlctlConfig, only: list[str], limit_s: float | None, json
             raise MachineError(
                 f"{len(failed)} of {len(outcomes)} probes failed: {names}.", "Each failed probe names its fix."
             )
+
+
+def measure_nodes(config: RlctlConfig, only: list[str], directory: Path, json_: bool) -> None:
+    """Measure the nodes of the cluster, the slowest first. Raises MachineError if a probe fails on one."""
+    from rlctl.doctor.nodes import rates_of_nodes
+
+    assert config.cluster.ray_address is not None  # it names the cluster
+    found = rates_of_nodes(config.cluster.ray_address, only, directory, cpu=config.cluster.gpu == "cpu")
+    if json_:
+        print_json({"nodes": [one.to_json() for one in found]})
+    else:
+        output.show("\n".join(one.line() for one in found))
+    if failed := [one for one in found if one.problem]:
+        where = ", ".join(f"{one.probe} on {one.node} {one.place}".strip() for one in failed)
+        raise MachineError(
+            f"{len(failed)} of {len(found)} probes failed: {where}.", "Leave these nodes out of the cluster."
+        )
+    if slow := [one for one in found if one.status == "slow"]:
+        message(
+            f"{slow[0].node} {slow[0].place} is slow: every rank of a run waits for it in each step.".replace("  ", " ")
+        )
 
 
 def repaired(check: Check) -> Check:

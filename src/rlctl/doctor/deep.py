@@ -70,6 +70,7 @@ RUNS = (
 PROBES = LAYERS | {one.name: one for one in RUNS}
 STAGES = (
     ("rates", "models"),
+    ("disk",),
     (
         "vllm", "vllm-graphs", "sft", "triton", "collectives", "cuda-ipc", "sleep", "fsdp2", "megatron",
         "transformer-engine", "ray",
@@ -109,17 +110,22 @@ def chosen(only: Sequence[str]) -> list[list[Probe]]:
 
 
 def deep(
-    gpu: str, only: Sequence[str], limit_s: float | None, folder: Path, done: Callable[[ProbeOutcome], None]
+    gpu: str,
+    only: Sequence[str],
+    limit_s: float | None,
+    folder: Path,
+    done: Callable[[ProbeOutcome], None],
+    directory: Path = Path("runs"),
 ) -> list[ProbeOutcome]:
     """Run the probes in `folder` and return their outcomes. `gpu`: the value of `cluster.gpu`; without GPUs the CPU.
-    `done` receives each outcome."""
+    `done` receives each outcome; `directory`: the one of runs."""
     if gpu != CPU:
         require_whole_gpus()
     gpu = gpu if list_gpus() else CPU
     stages, deadline = chosen(only), time.monotonic() + (limit_s or (LIMIT_CPU_S if gpu == CPU else LIMIT_S))
     outcomes: list[ProbeOutcome] = []
     with temporary_folder("deep-models") as models:
-        runner = Runner(gpu, folder, models, deadline)
+        runner = Runner(gpu, folder, models, deadline, directory)
         for stage in stages:
             for outcome in runner.run(stage):
                 done(outcome)
@@ -130,7 +136,8 @@ def deep(
 class Runner:
     """Runs probes, and passes what failed on to later ones."""
 
-    def __init__(self, gpu: str, folder: Path, models: Path, deadline: float) -> None:
+    def __init__(self, gpu: str, folder: Path, models: Path, deadline: float, directory: Path = Path("runs")) -> None:
+        self.directory = directory
         self.gpu, self.folder, self.models, self.deadline = gpu, folder, models, deadline
         self.device = CPU if gpu == CPU else GPU
         self.later: list[str] = []
@@ -188,7 +195,8 @@ class Runner:
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), packages)))
         compiled = {"TORCHDYNAMO_DISABLE": "1"} if "triton" in self.failed else {}
         converted = {"RLCTL_MEGATRON_CHECKPOINT_DIR": str(self.models / "converted")}
-        return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", **compiled, **converted}
+        own = {"PYTHONPATH": path, "COLUMNS": "200", "RLCTL_PROBE_DIRECTORY": str(self.directory.absolute())}
+        return {**os.environ, **own, **compiled, **converted}
 
     def judged(self, process: ProbeProcess) -> ProbeOutcome:
         outcome = process.outcome()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rlctl.checkpoints.locations import converted_directory
-from rlctl.doctor import gpus, host, network, software
+from rlctl.doctor import gpus, host, network, nodes, software
 from rlctl.doctor.finding import Check
 
 
@@ -46,15 +47,7 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     split = gpus.check_whole(wanted.gpus_per_node, wanted.gpu)
     yield split or gpus.check_gpus(found, wanted.gpus_per_node, wanted.gpu)
     if found:
-        yield gpus.check_driver(found, versions)
-        yield gpus.check_compiler()
-        yield gpus.check_flashinfer(versions)
-        if not quick:
-            yield software.check_gpu_packages(versions, software.why_not_imported)
-        yield gpus.check_ecc(gpus=found)
-        yield gpus.check_sharing()
-        yield gpus.check_other_programs()
-        yield gpus.check_links(found)
+        yield from nodes.gpu_checks(found, versions, quick=quick)
     if wanted.no_plan:
         yield Check("plan", "fail", wanted.no_plan, "`rlctl plan` with the same flags has the arithmetic.")
     else:
@@ -70,7 +63,9 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
         needed = wanted.parameters * host.CONVERTED_BYTES_PER_PARAMETER
         count = max(wanted.gpus_per_node, len(found))  # a plan counts on each node having as many as this one
         directory = converted_directory()
-        yield from network.check_nodes(wanted.ray_address, directory, needed, count, wanted.host_memory)
+        kind = wanted.gpu if wanted.gpus_per_node else "auto"
+        more = partial(nodes.checks_of_nodes, wanted.gpus_per_node, kind, quick=quick)
+        yield from network.check_nodes(wanted.ray_address, directory, needed, count, wanted.host_memory, more)
     yield network.check_hub()
     yield network.check_token(wanted.model)
     if not quick:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlctl.cluster.numa import topology
 from rlctl.doctor.finding import Check
 from rlctl.errors import INSTALL_CPU, install_extra
 
@@ -183,6 +184,18 @@ def check_links(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
         return Check("gpu-links", "warn", detail, "Prefer data over tensor parallelism: --set training.tp=1.")
     linked = f", each pair linked by {', '.join(kinds)}" if kinds else ""
     return Check("gpu-links", "ok", f"{len(gpus)} GPUs{linked}")
+
+
+def check_numa(root: Path = Path("/")) -> Check:
+    """Say whether ranks and engines are bound to the processors next to their GPUs (`cluster/numa.py`)."""
+    found = topology(root)
+    if len(found.processors) < 2:
+        return Check("numa", "ok", "one NUMA node: there is nothing to bind")
+    nodes = sorted(set(found.gpus.values()))
+    if not nodes:
+        detail = f"{len(found.processors)} NUMA nodes, and the kernel does not know which one each GPU is next to"
+        return Check("numa", "ok", f"{detail}: nothing is bound")
+    return Check("numa", "ok", f"each process is bound to the NUMA node of its GPU ({', '.join(map(str, nodes))})")
 
 
 def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = nvidia_smi) -> Check:

@@ -103,10 +103,15 @@ class NodeFacts:
 
 
 def check_nodes(
-    address: str, directory: Path, needed: int = 0, gpus_per_node: int = 0, memory: float = 0.0
+    address: str,
+    directory: Path,
+    needed: int = 0,
+    gpus_per_node: int = 0,
+    memory: float = 0.0,
+    more: Callable[[], Iterator[Check]] = lambda: iter(()),
 ) -> Iterator[Check]:
-    """Check each node of the Ray cluster: `needed` bytes in `directory`, versions, clock, GPUs, and `memory` of the
-    plan."""
+    """Check each node of the Ray cluster: `needed` bytes in `directory`, versions, clock, GPUs, `memory` of the plan,
+    and `more`, which is called in the session."""
     import ray
 
     from rlctl.cluster.ray_session import TOKEN_ADVICE, asks_for_token, ray_session
@@ -116,6 +121,7 @@ def check_nodes(
         with tempfile.NamedTemporaryFile(prefix=".rlctl-doctor-", dir=directory) as mark, ray_session(address):
             facts = facts_of_nodes(mark.name)
             protected = asks_for_token(ray.get_runtime_context().gcs_address)
+            others = list(more())
     except RlctlError as error:
         yield Check("nodes", "fail", error.message, error.hint)
         return
@@ -128,6 +134,7 @@ def check_nodes(
         yield Check("ray-token", "warn", "anyone who reaches the cluster's ports can run programs on it", TOKEN_ADVICE)
     yield from compare_nodes(directory, facts, needed, gpus_per_node)
     yield compare_memory(facts, memory)
+    yield from others
 
 
 def look_around(mark: str) -> NodeFacts:

@@ -105,6 +105,40 @@ def rates(device: str, models: Path) -> Figures:
 
 
 @probe(
+    "disk",
+    "the run directory",
+    60,
+    "Put --run-dir on a faster file system, or save less often (run.checkpoint_minutes).",
+)
+def disk(device: str, models: Path) -> Figures:
+    """Write a file as a checkpoint is written, past the page cache where that is faster, and one through it."""
+    from rlctl.checkpoints.background_writes import DigestedFile
+
+    wanted = Path(os.environ.get("RLCTL_PROBE_DIRECTORY") or "runs").absolute()
+    place = next(one for one in (wanted, *wanted.parents) if one.is_dir())
+    block, count = os.urandom(16 << 20), 32
+    figures: Figures = {"directory": str(place)}
+    path = place / f".rlctl-doctor-{os.uname().nodename}-{os.getpid()}"
+    try:
+        for name, opened in (("checkpoint GB/s", DigestedFile), ("page cache GB/s", _through_cache)):
+            began = time.perf_counter()
+            with opened(path) as file:
+                for _ in range(count):
+                    file.write(block)
+            figures[name] = count * len(block) / (time.perf_counter() - began) / 1e9
+    finally:
+        path.unlink(missing_ok=True)
+    return figures
+
+
+@contextlib.contextmanager
+def _through_cache(path: Path) -> Iterator[Any]:
+    with path.open("wb", buffering=0) as file:
+        yield file
+        os.fsync(file.fileno())
+
+
+@probe(
     "triton", "Triton and torch.compile", 120, cuda_only=True, later=("--set", "vllm.enforce_eager=true"),
     advice="Install gcc and Python's headers (`kernel-compiler` in `rlctl doctor`); "
     "until then run with TORCHDYNAMO_DISABLE=1 and `--set vllm.enforce_eager=true`.",

@@ -1,0 +1,195 @@
+"""Checks and rates of every node of a Ray cluster: a task on each node runs them, and the worst comes first."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+from rlctl.cluster.usage import visible_gpus
+from rlctl.doctor import gpus, host, network, software
+from rlctl.doctor.deep import POLL_S, ProbeProcess, Runner
+from rlctl.doctor.finding import Check
+from rlctl.doctor.gpus import Gpu
+from rlctl.doctor.probes import CPU, GPU, LAYERS
+from rlctl.errors import InputError, first_line
+
+R = TypeVar("R")
+CHECKS_LIMIT_S, RATES_LIMIT_S = 420.0, 900.0
+SLOW = 0.9
+"""Share of the median below which a GPU or a node counts as slow."""
+OF_NODES = ("rates", "collectives", "disk")
+WORSE = ("ok", "warn", "fail")
+
+
+def ask_nodes(work: Callable[..., R], *arguments: object, limit_s: float) -> dict[str, R | str]:
+    """Call `work` on each living node, by its address; a text stands for the answer that a node owes after
+    `limit_s`."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    # Without it Ray hides the GPUs from a task that asks for none.
+    environment = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
+    task: Any = ray.remote(num_cpus=0, max_retries=0, runtime_env=environment)(work)
+    asked = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            place = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+            asked[node["NodeManagerAddress"]] = task.options(scheduling_strategy=place).remote(*arguments)
+    deadline, answers = time.monotonic() + limit_s, dict[str, R | str]()
+    for address, ref in asked.items():
+        try:
+            answers[address] = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+        except RayError as error:
+            answers[address] = first_line(error)
+    return answers
+
+
+def gpu_checks(found: tuple[Gpu, ...], versions: Mapping[str, str], *, quick: bool) -> Iterator[Check]:
+    """Yield the checks of a machine with GPUs; `quick` leaves out what starts processes."""
+    yield gpus.check_driver(found, versions)
+    yield gpus.check_compiler()
+    yield gpus.check_flashinfer(versions)
+    if not quick:
+        yield software.check_gpu_packages(versions, software.why_not_imported)
+    yield gpus.check_ecc(gpus=found)
+    yield gpus.check_sharing()
+    yield gpus.check_other_programs()
+    yield gpus.check_links(found)
+    yield gpus.check_numa()
+
+
+def checks_here(per_node: int, kind: str, quick: bool) -> list[Check]:
+    """Return the checks of this node's GPUs, memory limits and NCCL (gloo without GPUs)."""
+    found, versions = gpus.list_gpus(), software.installed_versions()
+    checks = [gpus.check_whole(per_node, kind) or gpus.check_gpus(found, per_node, kind)]
+    checks += gpu_checks(found, versions, quick=quick) if found else ()
+    checks += [host.check_left_over(), host.check_locked_memory(len(found))]
+    if not quick:
+        checks.append(network.check_ranks(len(found)))
+    return [replace(check, repair=None) for check in checks]
+
+
+def checks_of_nodes(per_node: int, kind: str, *, quick: bool) -> Iterator[Check]:
+    yield from compare_checks(ask_nodes(checks_here, per_node, kind, quick, limit_s=CHECKS_LIMIT_S))
+
+
+def compare_checks(answers: Mapping[str, Sequence[Check] | str]) -> Iterator[Check]:
+    """Yield one check for each name, with the details of the nodes where it is worst."""
+    if silent := {node: why for node, why in answers.items() if isinstance(why, str)}:
+        said = "; ".join(f"{node}: {why}" for node, why in silent.items())
+        yield Check("node-checks", "fail", f"no checks from {said}", "See `ray status`, and the logs of Ray there.")
+    by_name: dict[str, dict[str, Check]] = {}
+    for node, checks in answers.items():
+        for check in () if isinstance(checks, str) else checks:
+            by_name.setdefault(check.name, {})[node] = check
+    for name, found in by_name.items():
+        worst = max((check.status for check in found.values()), key=WORSE.index)
+        details: dict[str, list[str]] = {}
+        for node, check in found.items():
+            if check.status == worst:
+                details.setdefault(check.detail, []).append(node)
+        fix = next(check.fix for check in found.values() if check.status == worst)
+        where = "; ".join(f"{', '.join(nodes)}: {detail}" for detail, nodes in details.items())
+        if len(details) == 1 and len(found) == len(next(iter(details.values()))):
+            where = f"{len(found)} node(s): {next(iter(details))}"
+        yield Check(f"node-{name}", worst, where, fix)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The result of a probe on a node, or on one GPU of it."""
+
+    node: str
+    place: str
+    """The GPU; empty for the node."""
+    probe: str
+    figures: dict[str, float | str] = field(default_factory=dict)
+    problem: str = ""
+    share: float = 1.0
+    """The least rate, as a share of the median of all nodes and GPUs."""
+
+    @property
+    def status(self) -> str:
+        return "FAIL" if self.problem else "slow" if self.share < SLOW else "ok"
+
+    def line(self) -> str:
+        figures = ", ".join(f"{name} {value if isinstance(value, str) else f'{value:.3g}'}"
+                            for name, value in self.figures.items())  # fmt: skip
+        share = f" ({self.share:.0%} of the median)" if self.status == "slow" else ""
+        where = f"{self.node} {self.place}".strip()
+        return f"{self.status:<4}  {where:<24} {self.probe:<12} {self.problem or figures}{share}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "status": self.status}
+
+
+def rates_here(names: Sequence[str], directory: str, cpu: bool) -> list[Measured]:
+    """Run probes on this node, `rates` on each of its GPUs at the same time."""
+    found = () if cpu else gpus.list_gpus()
+    device, every = (GPU, visible_gpus(len(found))) if found else (CPU, [""])
+    measured: list[Measured] = []
+    with tempfile.TemporaryDirectory(prefix="rlctl-deep-") as folder:
+        runner = Runner(device, Path(folder), Path(folder), time.monotonic() + RATES_LIMIT_S, Path(directory))
+        for name in names:
+            live = []
+            for gpu in every if name == "rates" else [""]:
+                environment = runner.environment() | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+                place = Path(folder) / f"{name}-{gpu}"
+                place.mkdir()
+                probe = LAYERS[name]
+                live.append((gpu, ProbeProcess(probe, runner.command(probe), place, probe.limit_s, environment)))
+            try:
+                while [1 for _, process in live if not process.over()]:  # each is asked, and ended at its limit
+                    time.sleep(POLL_S)
+            finally:
+                for _, process in live:
+                    if process.process.poll() is None:
+                        process.stop()
+            for gpu, process in live:
+                outcome = process.outcome()
+                problem = outcome.detail if outcome.status != "ok" else ""
+                measured.append(Measured("", f"GPU {gpu}" if gpu else "", name, outcome.figures, problem))
+    return measured
+
+
+def rates_of_nodes(address: str, only: Sequence[str], directory: Path, *, cpu: bool) -> list[Measured]:
+    """Measure every node of the cluster at `address`, in `directory` for the disk; return the slowest first."""
+    from rlctl.cluster.ray_session import ray_session
+
+    for name in only:
+        if name not in OF_NODES:
+            choices = ", ".join(OF_NODES)
+            raise InputError(f"--only {name} does not run on the nodes of --ray-address.", f"Choose {choices}.")
+    names = [name for name in OF_NODES if not only or name in only]
+    with ray_session(address):
+        answers = ask_nodes(rates_here, names, os.path.abspath(directory), cpu, limit_s=RATES_LIMIT_S)
+    return slowest_first(answers)
+
+
+def slowest_first(answers: Mapping[str, Sequence[Measured] | str]) -> list[Measured]:
+    """Return failures, then all results by their slowest rate in relation to the median of its kind."""
+    every: list[Measured] = []
+    for node, answer in answers.items():
+        if isinstance(answer, str):
+            every.append(Measured(node, "", "task", problem=answer))
+        else:
+            every += [replace(one, node=node) for one in answer]
+    rates: dict[tuple[str, str], list[float]] = {}
+    for one in every:
+        for name, value in one.figures.items():
+            if name.endswith("/s") and not isinstance(value, str):
+                rates.setdefault((one.probe, name), []).append(value)
+
+    def share(one: Measured) -> float:
+        middles = {name: median(rates[one.probe, name]) for name in one.figures if (one.probe, name) in rates}
+        return min((float(one.figures[name]) / middle for name, middle in middles.items() if middle), default=1.0)
+
+    found = [replace(one, share=share(one)) for one in every]
+    return sorted(found, key=lambda one: (not one.problem, one.share))
