@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.isolation.user_function import UserBatchScorer, user_scorer
 from rlctl.methods.configuration import resolve
+from rlctl.rewards.user_function import UserBatchScorer, user_scorer
 from rlctl.settings.run import RunConfig
 from support.hosts import made_hosts
 from support.runs import LIMIT_S, REWARD, TASK, results, started

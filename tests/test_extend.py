@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from rlctl.config.user_code import UserCode
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.environments.interface import Step
-from rlctl.isolation.user_function import UserCode, user_scorer
 from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.rewards.user_function import user_scorer
 from rlctl.training.user_loss import UserLoss
 from support.token_batches import token_batch
 

@@ -16,10 +16,10 @@ from rlctl.backends.lookup import policy_backend, require_backends
 from rlctl.config.plugins import find_plugin, plugin_names
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import ConfigError, InputError
-from rlctl.isolation.user_function import user_scorer
 from rlctl.methods.available import method_from_config
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.rewards.prepare_rewards import require_known
+from rlctl.rewards.user_function import user_scorer
 from rlctl.settings.rewards import RewardConfig, RewardTerm
 
 ENTRY_POINTS = """

@@ -11,8 +11,8 @@ import pytest
 from rlctl.data.mixing import source_settings
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.templates import PromptTemplate
-from rlctl.isolation.user_function import UserBatchScorer, UserScorer, user_scorer
 from rlctl.methods.configuration import resolve
+from rlctl.rewards.user_function import UserBatchScorer, UserScorer, user_scorer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data_and_rewards.md").read_text()
 BLOCKS = [textwrap.dedent(block).strip("\n") for block in re.findall(r"(?:^    .*\n|^\n(?=    ))+", PAGE, re.MULTILINE)]

@@ -14,8 +14,8 @@ import torch
 
 from rlctl.commands import options
 from rlctl.config.schema import Schema
+from rlctl.config.user_code import UserCode
 from rlctl.errors import ConfigError, InputError
-from rlctl.isolation.user_function import UserCode
 from rlctl.methods import available
 from rlctl.methods.available import (
     ALGORITHMS,

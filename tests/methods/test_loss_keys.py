@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlctl.backends.batching.batch import TokenBatch
+from rlctl.config.user_code import UserCode
 from rlctl.errors import ConfigError, InputError
-from rlctl.isolation.user_function import UserCode
 from rlctl.methods.available import ALGORITHMS, METHODS, config_class, defaults_of, method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.training.method import Method, RunLoss

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlctl.child import MAIN
 from rlctl.data.prompt_rows import PromptSource
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
+from rlctl.processes.child import MAIN
 from rlctl.rewards import scoring_process
 from rlctl.rewards.extraction import Extraction
 from rlctl.rewards.prepare_rewards import mixed_rewards, prepare_rewards, require_known
@@ -413,14 +413,14 @@ def test_much_to_score_is_dealt_to_several_processes(monkeypatch: pytest.MonkeyP
     with closing(scoring_process.ScoringProcess(prepare_rewards(RewardConfig(), source))) as process:
         work = [scoring_process.Work(0, str(source[0].answer if n % 3 else "x"), source[0]) for n in range(64)]
         assert [one.value for one in process.score(work)] == [float(n % 3 > 0) for n in range(64)]
-        assert all(lane._child.connection for lane in process.lanes)
+        assert all(lane.server.connection for lane in process.lanes)
 
 
 @pytest.mark.parametrize(
     ("ends", "told"),
     [
         ("os._exit(9)", r"\(exit code 9\) while scoring .*line 1, with 1 of 3 scores done\. Its output .* worker\.$"),
-        ("os.kill(os.getpid(), 9)", r"\(signal 9\) while scoring .*line 1, with 1 of 3 .* memory is short \(`dmesg`\)"),
+        ("os.kill(os.getpid(), 9)", r"\(signal 9\) while scoring .*line 1, with 1 of 3 .* lack of memory \(`dmesg`\)"),
     ],
 )
 def test_a_function_that_ends_the_process_is_named(tmp_path: Path, ends: str, told: str) -> None:
@@ -449,7 +449,7 @@ def test_a_scoring_process_that_something_kills_costs_no_reward() -> None:
     source = gym("chain_sum", max_terms=2, max_digits=1)
     process = scoring_process.ScoringProcess(prepare_rewards(RewardConfig(), source))
     process.start()
-    for child in psutil.Process(process.lanes[0]._child._process.pid).children(recursive=True):
+    for child in psutil.Process(process.lanes[0].server.process.pid).children(recursive=True):
         child.kill()  # as the kernel does where memory is short
     scores = process.score([scoring_process.Work(0, str(source[0].answer), source[0])] * 2)
     process.close()
@@ -459,7 +459,7 @@ def test_a_scoring_process_that_something_kills_costs_no_reward() -> None:
 def test_a_completion_on_which_the_process_dies_twice_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = "; from rlctl.rewards.scorers import TaskScorer as T; score = T.__call__"
     ends += "; T.__call__ = lambda self, c, row: __import__('os')._exit(9) if c == 'end' else score(self, c, row)"
-    monkeypatch.setattr("rlctl.child.MAIN", MAIN.replace("; main()", f"{ends}; main()"))
+    monkeypatch.setattr("rlctl.processes.child.MAIN", MAIN.replace("; main()", f"{ends}; main()"))
     source = gym("chain_sum", max_terms=2, max_digits=1)
     scores = score(prepare_rewards(RewardConfig(), source), source, str(source[0].answer), "end", str(source[0].answer))
     assert scores.rewards == (1, 0, 1)

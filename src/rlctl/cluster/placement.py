@@ -1,4 +1,4 @@
-"""Places for workers: one bundle for each device, reserved for the whole run."""
+"""Placement of workers: one bundle per device, reserved for the whole run."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from rlctl.cluster.ray_health import control_answers, dead_process, require_cont
 from rlctl.errors import MachineError
 
 NODE_LABEL = "ray.io/node-id"
-"""Ray's own label of each node."""
+"""The label that Ray gives each node."""
 LOOK_S = 0.02
-"""Seconds between two looks at whether bundles are reserved."""
+"""Seconds between two looks at the reservation."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A reserved place: one device (or, without GPUs, one CPU slot) of one node."""
+    """One reserved device (without GPUs, one CPU slot) of one node."""
 
     index: int
     node: str
     """Node address; workers of one node share memory."""
     gpu: str | None
-    """The GPU as its node's CUDA_VISIBLE_DEVICES names it: by index, or by UUID where that has UUIDs; None without."""
+    """The GPU in the form of its node's CUDA_VISIBLE_DEVICES, index or UUID; None without GPUs."""
     node_id: str = ""
-    """Ray's name of the node."""
+    """Ray's identifier of the node."""
 
 
 class Placement:
-    """`count` bundles on the cluster, numbered so that neighbors share a node where they can."""
+    """`count` bundles on the cluster, numbered so that neighbors share a node if possible."""
 
     def __init__(self, count: int, *, gpus: bool, timeout_s: float, away_from: Sequence[Bundle] = ()) -> None:
-        """Reserve the bundles on nodes other than those of `away_from`. Raises MachineError after `timeout_s`."""
+        """Reserve the bundles, on other nodes than `away_from`. Raises MachineError after `timeout_s`."""
         import ray
         from ray.util.placement_group import placement_group
 
@@ -51,11 +51,12 @@ class Placement:
         except TimeoutError:
             self.release()
             require_control()
-            have = ray.cluster_resources()
-            where = f" on other nodes than {', '.join(sorted({one.node for one in away_from}))}" if others else ""
+            total = ray.cluster_resources()
+            excluded = ", ".join(sorted({bundle.node for bundle in away_from}))
+            where = f" on other nodes than {excluded}" if others else ""
             raise MachineError(
                 f"The plan needs {count} {'GPUs' if gpus else 'CPU slots'}{where}, and Ray could not reserve them in "
-                f"{timeout_s:.0f} s (the cluster has {have.get('GPU', 0):.0f} GPUs and {have.get('CPU', 0):.0f} CPU "
+                f"{timeout_s:.0f} s (the cluster has {total.get('GPU', 0):.0f} GPUs and {total.get('CPU', 0):.0f} CPU "
                 "slots).",
                 "Free some, use fewer with --nodes/--gpus-per-node, or raise cluster.start_timeout_s.",
             ) from None
@@ -66,19 +67,18 @@ class Placement:
     def _discover(self, indexes: Sequence[int], gpus: bool, timeout_s: float) -> tuple[Bundle, ...]:
         import ray
 
-        if gpus:  # Ray tells only a task inside of a bundle which device it has
+        if gpus:  # Ray names the device of a bundle only to a task inside of it
             where = ray.remote(num_cpus=1, num_gpus=1)(_where_am_i)
-            asked = [where.options(scheduling_strategy=self.strategy(index)).remote() for index in indexes]
-            places = ray.get(asked, timeout=timeout_s)
+            answers = [where.options(scheduling_strategy=self.strategy(index)).remote() for index in indexes]
+            places = ray.get(answers, timeout=timeout_s)
         else:
             places = self._slots(indexes, timeout_s)
-        found = [Bundle(index, *place) for index, place in zip(indexes, places, strict=True)]
-        # Stable: Ray's own order within equal (node, GPU) keys.
-        return tuple(sorted(found, key=lambda bundle: place_order(bundle.node, bundle.gpu)))
+        bundles = [Bundle(index, *place) for index, place in zip(indexes, places, strict=True)]
+        # The sort is stable and keeps Ray's order of equal (node, GPU) keys.
+        return tuple(sorted(bundles, key=lambda bundle: place_order(bundle.node, bundle.gpu)))
 
     def _slots(self, indexes: Sequence[int], timeout_s: float) -> list[tuple[str, None, str]]:
-        """Look up the nodes of bundles without a device, without starting processes. (Ray's own wait cannot be
-        interrupted.)"""
+        """Look up the nodes of bundles without a device, in a loop, since Ray's own wait cannot be interrupted."""
         import ray
 
         deadline = time.monotonic() + timeout_s
@@ -101,7 +101,7 @@ class Placement:
         return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
 
     def stands(self, bundles: Sequence[Bundle]) -> bool:
-        """Whether bundles that shared a node still do; bundles of a lost node have none until Ray places them again."""
+        """Whether bundles that shared a node still share one. Lost bundles have no node until Ray places them again."""
         import ray
 
         require_control()
@@ -113,7 +113,7 @@ class Placement:
         return all(len(nodes) == 1 and nodes <= alive for nodes in by_node.values())
 
     def moved(self, bundles: Sequence[Bundle]) -> bool:
-        """Whether `bundles` stand, and some on another node than they were on. A host that comes back is another."""
+        """Whether `bundles` stand and some changed their node. A host that comes back counts as a new node."""
         now = self._nodes()
         return self.stands(bundles) and any(now.get(bundle.index) != bundle.node_id for bundle in bundles)
 
@@ -131,7 +131,7 @@ class Placement:
         return ray.util.placement_group_table(self.group)["bundles_to_node_id"]
 
     def release(self) -> None:
-        """Give the bundles back, unless Ray is broken or out of reach; they end with this process then."""
+        """Return the bundles to Ray. If Ray is broken or out of reach, they end with this process."""
         import ray
         from ray.exceptions import GetTimeoutError
 
@@ -141,12 +141,12 @@ class Placement:
 
 
 def place_order(node: str, gpu: str | None) -> tuple[str, int, str]:
-    """A key by which devices of one node are neighbors, in the order of their numbers."""
+    """Return a sort key that groups devices by node, in numerical order."""
     return node, int(gpu) if gpu and gpu.isdigit() else -1, gpu or ""
 
 
 def node_address() -> str | None:
-    """The address under which the other nodes of the Ray cluster know this one; None outside of Ray."""
+    """Return this node's address in the Ray cluster; None outside of Ray."""
     ray = sys.modules.get("ray")
     return ray.util.get_node_ip_address() if ray is not None and ray.is_initialized() else None
 

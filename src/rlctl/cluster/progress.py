@@ -1,5 +1,4 @@
-"""Progress of workers within a call, published in Ray's store for the driver. Optional: missing values are not
-shown."""
+"""Progress of workers within a call, published in Ray's store. The driver shows no missing values."""
 
 from __future__ import annotations
 
@@ -11,22 +10,22 @@ from typing import Any
 from rlctl.cluster.ray_health import dead_process
 
 EVERY_S = 0.5
-"""Least time between two values that a worker tells."""
+"""Minimum seconds between two values of a worker."""
 ANSWER_TIMEOUT_S = 2.0
-"""How long Ray's store may take. Where it is lost, Ray would try for a minute, and then end the process that asks."""
+"""Time limit of Ray's store. Without one, Ray tries a lost store for a minute and then ends the asking process."""
 MOST_WORKERS = 64
-"""Workers that the driver looks at."""
+"""Maximum number of workers that the driver reads."""
 NAMESPACE = b"rlctl-progress"
 
 
 class _Shown:
-    """This process's worker and its published progress."""
+    """The published progress of this process's worker."""
 
     key: bytes | None = None
     at = 0.0
-    """When it was shown."""
+    """Time of publication."""
     some = False
-    """Whether the call under way shows something, which its end takes back."""
+    """Whether the current call has a published value, which its end removes."""
 
 
 def _key(worker: str) -> bytes:
@@ -36,7 +35,7 @@ def _key(worker: str) -> bytes:
 
 
 def host(worker: str) -> None:
-    """Let `report` of this process tell the progress of `worker`, by the name of its log."""
+    """Have `report` publish for `worker`, the name of its log."""
     _Shown.key = _key(worker)
 
 
@@ -52,20 +51,20 @@ def report(done: int, total: int) -> None:
         else:
             value = b"%d %d" % (done, total)
             _store().internal_kv_put(_Shown.key, value, True, NAMESPACE, timeout=ANSWER_TIMEOUT_S)
-    except Exception:  # noqa: BLE001 - whatever keeps a number from being shown ends no generation
+    except Exception:  # noqa: BLE001 - a failed report must not end a generation
         _Shown.key = None
 
 
 def look(workers: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Return the progress of `workers` as (done, total), if any."""
-    if dead_process() is not None:  # its store would be waited for without end
+    if dead_process() is not None:  # the wait for its store would not end
         return {}
     keys = {_key(worker): worker for worker in list(workers)[:MOST_WORKERS]}
     try:
-        told = _store().internal_kv_multi_get(list(keys), NAMESPACE, timeout=ANSWER_TIMEOUT_S)
+        values = _store().internal_kv_multi_get(list(keys), NAMESPACE, timeout=ANSWER_TIMEOUT_S)
     except Exception:  # noqa: BLE001 - as above
         return {}
-    pairs = {keys[key]: value.split() for key, value in told.items()}
+    pairs = {keys[key]: value.split() for key, value in values.items()}
     return {worker: (int(done), int(total)) for worker, (done, total) in pairs.items()}
 
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import psutil
 
-from rlctl.child import adopt_orphans
 from rlctl.cluster.ray_health import RAYLET, require_processes
 from rlctl.cluster.session_files import lasting_folder
 from rlctl.cluster.worker_host import EarlyHost, EarlyHosts
 from rlctl.errors import MachineError, WorkerError
+from rlctl.processes.supervision import adopt_orphans
 
 # Object store for rollouts and small tensors; weights travel through shared memory of their own.
 OBJECT_STORE_BYTES = 512 << 20

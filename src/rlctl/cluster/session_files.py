@@ -1,5 +1,4 @@
-"""Folders and shared memory of a session; the next session removes leftovers. Processes note their shared memory in the
-folder."""
+"""Folders of a session, with notes of its shared memory; the next session removes leftovers."""
 
 from __future__ import annotations
 
@@ -36,11 +35,11 @@ def note_shared_memory(paths: Iterable[Path]) -> None:
 def family_shared_memory(process: psutil.Process | None = None) -> list[Path]:
     """Return shared memory files mapped by a process (None: this one) and its descendants."""
     process, mapped = process or psutil.Process(), set[int]()
-    for one in (process, *process.children(recursive=True)):
+    for member in (process, *process.children(recursive=True)):
         with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{one.pid}/maps").read_text().splitlines()
+            lines = Path(f"/proc/{member.pid}/maps").read_text().splitlines()
             mapped |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
-    # By inode: the name in the map of a semaphore is not the one that it was given in the end.
+    # By inode: the map shows the temporary name of a semaphore, which is renamed after it was mapped.
     return sorted(Path(entry) for entry in os.scandir(SHARED_MEMORY) if entry.inode() in mapped)
 
 

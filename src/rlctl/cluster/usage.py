@@ -15,37 +15,37 @@ import psutil
 
 GIB = 2**30
 GPU_INTERVAL_S = 1.0
-"""Between two looks at the GPUs; NVML's own figure is of about the last second."""
+"""Seconds between two GPU samples. NVML averages over about the last second."""
 
 
 @dataclass(frozen=True)
 class GpuUsage:
-    """One GPU since the sample before."""
+    """One GPU since the previous sample."""
 
     memory_bytes: int
-    """Most bytes in use by any process."""
+    """Peak bytes in use by all processes."""
     busy_percent: float
-    """Share of the time in which some kernel ran."""
+    """Share of the time with a running kernel."""
     clock_mhz: float = 0.0
-    """Clock of its processors while some kernel ran; 0: none ran."""
+    """Clock of its processors while a kernel ran; 0: none ran."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """One process and its node, since the sample before."""
+    """One process and its node since the previous sample."""
 
     node: str
     process_bytes: int
-    """Resident memory of the process; its children are not counted."""
+    """Resident memory of the process without its children."""
     process_cpu_percent: float
     """100 is one processor."""
     node_cpu_percent: float
     """100 is all processors of the node."""
     node_bytes: int
-    """Memory of the node that is not available."""
+    """Used memory of the node."""
     node_total_bytes: int
     gpus: dict[str, GpuUsage] = field(default_factory=dict)
-    """The GPUs that the process sees, by their number on the node."""
+    """The process's visible GPUs, by number on the node."""
 
 
 class UsageSampler:
@@ -122,52 +122,52 @@ class GpuSampler:
 
 
 def _together(looks: Sequence[GpuUsage]) -> GpuUsage:
-    clocks = [one.clock_mhz for one in looks if one.clock_mhz]
-    fullest = max(one.memory_bytes for one in looks)
-    return GpuUsage(fullest, fmean(one.busy_percent for one in looks), fmean(clocks) if clocks else 0.0)
+    clocks = [look.clock_mhz for look in looks if look.clock_mhz]
+    fullest = max(look.memory_bytes for look in looks)
+    return GpuUsage(fullest, fmean(look.busy_percent for look in looks), fmean(clocks) if clocks else 0.0)
 
 
 def visible_gpus(count: int) -> list[str]:
-    """Return numbers, or ids, of the GPUs that CUDA_VISIBLE_DEVICES leaves this process, of `count` on the node."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
+    """Return the numbers or UUIDs of the `count` GPUs of the node that CUDA_VISIBLE_DEVICES lets this process see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
         return [str(index) for index in range(count)]
-    return [name.strip() for name in named.split(",") if name.strip() and name.strip() != "-1"]
+    return [name.strip() for name in visible.split(",") if name.strip() and name.strip() != "-1"]
 
 
 def system_metrics(driver: Usage, policy: Sequence[Usage], engines: Sequence[Usage]) -> dict[str, Any]:
-    """Return the `system` of a metrics line: of the nodes and the processes the fullest, of processors the mean. With
-    several GPUs it names the one with the lowest clock, and with several nodes of GPUs the node with the lowest mean:
-    a rank waits for the slowest in each collective, where all seem busy."""
+    """Return `system` of a metrics line: maxima over nodes and processes, and means over processors. It names the GPU
+    with the lowest clock and the node with the lowest mean clock, since all ranks wait for the slowest in each
+    collective and seem busy."""
     everyone = [driver, *policy, *engines]
     nodes = {usage.node: usage for usage in everyone}.values()
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "cpu_percent": fmean(usage.node_cpu_percent for usage in nodes),
         "memory_gib": max(usage.node_bytes for usage in nodes) / GIB,
         "memory_percent": max(100 * usage.node_bytes / usage.node_total_bytes for usage in nodes),
     }
     for name, group in (("driver", [driver]), ("policy", policy), ("engine", engines)):
         if group:
-            found[f"{name}_memory_gib"] = max(usage.process_bytes for usage in group) / GIB
-            found[f"{name}_cpu_percent"] = fmean(usage.process_cpu_percent for usage in group)
+            metrics[f"{name}_memory_gib"] = max(usage.process_bytes for usage in group) / GIB
+            metrics[f"{name}_cpu_percent"] = fmean(usage.process_cpu_percent for usage in group)
     by_name = {(usage.node, name): gpu for usage in everyone for name, gpu in usage.gpus.items()}
     if gpus := by_name.values():
-        found["gpu_memory_gib"] = max(gpu.memory_bytes for gpu in gpus) / GIB
-        found["gpu_busy_percent"] = fmean(gpu.busy_percent for gpu in gpus)
-        found["gpu_busy_percent_least"] = min(gpu.busy_percent for gpu in gpus)
-        found |= _slowest({place: gpu.clock_mhz for place, gpu in by_name.items() if gpu.clock_mhz})
-    return found
+        metrics["gpu_memory_gib"] = max(gpu.memory_bytes for gpu in gpus) / GIB
+        metrics["gpu_busy_percent"] = fmean(gpu.busy_percent for gpu in gpus)
+        metrics["gpu_busy_percent_least"] = min(gpu.busy_percent for gpu in gpus)
+        metrics |= _slowest({place: gpu.clock_mhz for place, gpu in by_name.items() if gpu.clock_mhz})
+    return metrics
 
 
 def _slowest(clocks: Mapping[tuple[str, str], float]) -> dict[str, Any]:
     """Return names and clocks (MHz) of the slowest GPU and node; `clocks` by node and GPU."""
-    found: dict[str, Any] = {}
+    slowest: dict[str, Any] = {}
     if len(clocks) > 1:
         node, gpu = min(clocks, key=lambda place: clocks[place])
-        found = {"slowest_gpu": f"{node} GPU {gpu}", "gpu_clock_mhz_least": clocks[node, gpu]}
-        found["gpu_clock_mhz"] = fmean(clocks.values())
+        slowest = {"slowest_gpu": f"{node} GPU {gpu}", "gpu_clock_mhz_least": clocks[node, gpu]}
+        slowest["gpu_clock_mhz"] = fmean(clocks.values())
         nodes = {node for node, _ in clocks}
-        means = {one: fmean(clock for (node, _), clock in clocks.items() if node == one) for one in nodes}
+        means = {name: fmean(clock for (node, _), clock in clocks.items() if node == name) for name in nodes}
         if len(means) > 1:
-            found["slowest_node"] = min(means, key=lambda one: means[one])
-    return found
+            slowest["slowest_node"] = min(means, key=lambda name: means[name])
+    return slowest

@@ -23,7 +23,7 @@ from rlctl.garbage import many_objects
 
 
 class WorkerHost:
-    """Runs inside the worker process: sends its output to the log file and calls the worker's methods."""
+    """Runs in the worker's process: sends its output to the log file and calls the worker's methods."""
 
     def __init__(self) -> None:
         listen_at_node_address()
@@ -32,7 +32,7 @@ class WorkerHost:
         self._importing = threading.Lock()
 
     def prepare(self, modules: Sequence[str]) -> None:
-        """Import what the worker will need. What cannot be imported fails again, and is told, where it is needed."""
+        """Import the worker's modules early. A failing import fails again, with its error, when the worker needs it."""
         with self._importing, many_objects():
             for module in modules if self.worker is None else ():
                 with contextlib.suppress(Exception):
@@ -45,12 +45,12 @@ class WorkerHost:
         sys.stderr.flush()
         os.dup2(log, 1)
         os.dup2(log, 2)
-        # FlashInfer looks for `ninja` on the PATH, and is left out without a word where it finds none; the shell or the
-        # service that started Ray has seldom activated the environment.
-        own, path = sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)
-        if own not in path.split(os.pathsep):
-            os.environ["PATH"] = own + os.pathsep + path
-        if sharers:  # Ray lets a process have one thread otherwise
+        # vLLM silently skips FlashInfer if `ninja` is not on the PATH, and the shell or service that started Ray has
+        # seldom activated the environment.
+        scripts, path = sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)
+        if scripts not in path.split(os.pathsep):
+            os.environ["PATH"] = scripts + os.pathsep + path
+        if sharers:  # Ray otherwise sets one thread for a process
             os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharers))
         if bound := numa.bind():
             print(bound, flush=True)
@@ -68,8 +68,8 @@ class WorkerHost:
         """`sharers`: GPUs of the group on this node, which share its cores; 0: the number of threads is set."""
         self._logged(lambda: self._open(log_path, sharers))
         with self._importing, many_objects():
-            made = imported(worker_class) if isinstance(worker_class, str) else worker_class
-            self.worker = self._logged(lambda: made(**kwargs))
+            loaded_class = imported(worker_class) if isinstance(worker_class, str) else worker_class
+            self.worker = self._logged(lambda: loaded_class(**kwargs))
         if then is not None:
             self.call((then,), (), {})
         return os.getpid()
@@ -107,9 +107,9 @@ class WorkerHost:
             return function()
         except RlctlError:
             raise
-        except Exception as error:  # noqa: BLE001 - the seam between processes: every error goes on as a WorkerError
+        except Exception as error:  # noqa: BLE001 - between processes every error becomes a WorkerError
             traceback.print_exc()
-            # The original may not unpickle in the driver (exceptions of C extensions); its text always does.
+            # Exceptions of C extensions may not unpickle in the driver; their text always does.
             raise WorkerError(f"{type(error).__name__}: {error}") from None
 
 
@@ -131,9 +131,9 @@ def listen_at_node_address() -> None:
         return
     os.environ.setdefault("VLLM_HOST_IP", address)
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
+        if any(entry.address == address for entry in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this one, not all that begin so
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # "=": this name, not a prefix
 
 
 def imported(path: str) -> Any:
@@ -148,14 +148,14 @@ class EarlyHost:
     name: str
     environment: Mapping[str, str]
     concurrency: int
-    """As for the group of the worker."""
+    """The concurrency of the worker's group."""
     modules: tuple[str, ...]
-    """What it imports."""
+    """Modules that it imports."""
 
 
 class EarlyHosts:
-    """Started processes, each for the first worker with the same name, environment and concurrency. For sessions of one
-    machine without GPUs: elsewhere a place decides on the node and the environment."""
+    """Started processes, each for the first worker with the same name, environment and concurrency. Only for
+    local sessions without GPUs: elsewhere the placement decides the node and the environment."""
 
     def __init__(self) -> None:
         self._free: list[tuple[EarlyHost, Any]] = []
@@ -173,7 +173,7 @@ class EarlyHosts:
                     self._free.append((early, host))
 
     def take(self, name: str, environment: Mapping[str, str], concurrency: int) -> Any:
-        """Return a process for such a worker, for it alone; None: there is none."""
+        """Return a process for such a worker and forget it; None if there is none."""
         with self._lock:
             for place, (early, host) in enumerate(self._free):
                 if (early.name, dict(early.environment), early.concurrency) == (name, dict(environment), concurrency):

@@ -6,21 +6,18 @@ questions follow from PYTHONHASHSEED, which Python reads at its start and draws 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import pickle
-import signal
-import subprocess
 import sys
 import threading
 import weakref
 from functools import lru_cache
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
-from rlctl.child import module_command
 from rlctl.data.prompt_rows import GymTask
 from rlctl.errors import RlctlError, first_line
+from rlctl.processes.child import EndedError, Server
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -37,22 +34,9 @@ class GymQuestions:
 
     def __init__(self, task: GymTask, size: int) -> None:
         self._task, self._size, self._lock = task, size, threading.Lock()
-        self._start()
+        self._server = Server(serve, f"the questions of {task.name}")
         self._kept = lru_cache(KEPT)(self._ask)
-
-    def _start(self) -> None:
-        reading, writing = os.pipe()
-        self._process = subprocess.Popen(
-            module_command(__name__, writing),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # of what a task prints
-            pass_fds=[writing],
-            env={**os.environ, "PYTHONHASHSEED": HASH_SEED},
-        )
-        os.close(writing)
-        self._answers = os.fdopen(reading, "rb")
-        weakref.finalize(self, _end, self._process, self._answers)
-        self._send(self._task)
+        weakref.finalize(self, self._server.close)
 
     def __len__(self) -> int:
         return self._size
@@ -61,34 +45,19 @@ class GymQuestions:
         with self._lock:
             return self._kept(index)
 
-    def _send(self, value: Any) -> None:
-        assert self._process.stdin is not None  # it is a pipe
-        try:
-            pickle.dump(value, self._process.stdin)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # reading says why
-
     def _ask(self, index: int) -> dict[str, Any]:
-        if self._process.poll() is not None:  # the end of a Ray session ends all processes of the driver
-            self._start()
-        self._send(index)
+        if not self._server.runs:  # the end of a Ray session ends all processes of the driver
+            self._server.close()
+            self._server.start(self._task, {"PYTHONHASHSEED": HASH_SEED})
+        assert self._server.connection is not None  # it has just been started
         try:
-            question, error = pickle.load(self._answers)
-        except EOFError:
+            self._server.connection.send(index)
+            question, error = self._server.receive()
+        except (EndedError, ConnectionError):
             question, error = {}, "its process has ended"
         if error is not None:
             raise RlctlError(f"reasoning-gym task {self._task.name!r} made no question {index}: {error}.")
         return cast(dict[str, Any], question)
-
-
-def _end(process: subprocess.Popen[bytes], answers: Any) -> None:
-    assert process.stdin is not None  # it is a pipe
-    process.kill()
-    process.wait()
-    with contextlib.suppress(BrokenPipeError):  # bytes that an ended process has not read
-        process.stdin.close()
-    answers.close()
 
 
 def questions_of(task: GymTask, dataset: ProceduralDataset) -> ProceduralDataset | GymQuestions:
@@ -102,22 +71,17 @@ def contents_digest(questions: ProceduralDataset | GymQuestions) -> str:
     return hashlib.sha256(repr([(row["question"], str(row["answer"])) for row in rows]).encode()).hexdigest()
 
 
-def main() -> None:
-    """Make the questions whose numbers stdin holds, after the task; write (question, error) of each to the file with
-    the descriptor `sys.argv[2]`."""
+def serve(connection: Connection, task: GymTask) -> None:
+    """Answer each index with (question, error)."""
     from rlctl.data.prompts import build_task
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the caller's end ends this process
-    with os.fdopen(int(sys.argv[2]), "wb") as stream:
-        dataset = build_task(pickle.load(sys.stdin.buffer))
-        while True:
-            try:
-                index = pickle.load(sys.stdin.buffer)
-            except EOFError:
-                return
-            try:
-                answer = pickle.dumps((dataset[index], None))
-            except Exception as error:  # noqa: BLE001 - whatever a task raises is told to the caller
-                answer = pickle.dumps(({}, f"{type(error).__name__}: {first_line(error)}"))
-            stream.write(answer)
-            stream.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # of what a task prints
+    dataset = build_task(task)
+    connection.send(None)
+    while True:
+        index = connection.recv()
+        try:
+            answer = (dataset[index], None)
+        except Exception as error:  # noqa: BLE001 - the caller reports whatever a task raises
+            answer = ({}, f"{type(error).__name__}: {first_line(error)}")
+        connection.send(answer)

@@ -16,8 +16,8 @@ from rlctl.checkpoints.locations import converted_directory, nearest_existing, w
 from rlctl.cluster.ray_session import MOST_BASE_BYTES, session_base
 from rlctl.config.files import user_path
 from rlctl.doctor.finding import GIB, Check, gib
-from rlctl.environments import sandbox
 from rlctl.planner.inputs.cluster import granted_memory
+from rlctl.processes import sandbox
 
 # Two engines and Ray with the laptop preset's model hold about 6 GiB.
 LEAST_MEMORY = 6 * GIB

@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlctl.child import call_in_child
 from rlctl.config.files import user_path
 from rlctl.config.installed import installed_versions
 from rlctl.doctor.finding import Check, gib
 from rlctl.errors import RlctlError
 from rlctl.planner.inputs.cluster import granted_memory
+from rlctl.processes.child import call_in_child
 
 HUB = "https://huggingface.co"
 # Organizations whose models the hub gives only to accounts that accepted their terms.

@@ -9,13 +9,13 @@ from types import MethodType
 from typing import Any
 
 from rlctl.config.plugins import load_named, plugin_names
+from rlctl.config.user_code import UserCode, is_reference
 from rlctl.environments.adapters import ADAPTERS
 from rlctl.environments.builtin import BUILT_IN
 from rlctl.environments.interface import Environment
 from rlctl.environments.tools import schema_of
 from rlctl.errors import InputError, suggest
-from rlctl.isolation.child_process import shell_variables
-from rlctl.isolation.user_function import UserCode, is_reference
+from rlctl.processes.child import shell_variables
 from rlctl.settings.rewards import EnvironmentConfig
 
 SHIPPED = BUILT_IN | ADAPTERS
@@ -27,44 +27,42 @@ class EnvironmentPlan:
     """The environment of a run as plain data; made by `plan_environment`."""
 
     name: str
-    """The name that the user gave it; empty: there are only tools."""
+    """The user's name for it; empty: tools alone."""
     params: dict[str, Any]
     code: UserCode | None
-    """The class, where it is in a file of the user's."""
+    """The class, if it is in a user's file."""
     tools: tuple[UserCode, ...]
-    """Functions of the user's that the model may call."""
+    """User functions that the model may call."""
     memory_gib: float
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The JSON schema of each tool, by its name."""
+    """JSON schemas of the tools, by name."""
     form: str = "hermes"
-    """The format in which the model writes calls."""
+    """The format of tool calls."""
     tool_role: str = "user"
-    """The role of the messages that hold results of tools."""
+    """The role of messages with tool results."""
     variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Environment variables of the user's classes and functions."""
+    """Environment variables of user classes and functions."""
 
     @property
     def label(self) -> str:
         return self.name or "the tools"
 
     def load(self) -> LoadedEnvironment:
-        """Import what episodes need. Raises InputError where that fails."""
+        """Import the class and the tools. Raises InputError if that fails."""
         functions = {code.name: code.load() for code in self.tools}
         return LoadedEnvironment(self, self._class(), functions)
 
     def _class(self) -> type:
         if not self.name:
             return Environment
-        if self.code is not None:
-            found = self.code.load()
-        else:  # `plan_environment` has found the name
-            found = load_named("rlctl.environments", self.name, SHIPPED)
-        if not inspect.isclass(found) or not callable(getattr(found, "reset", None)):
+        # `plan_environment` checked the name.
+        kind = self.code.load() if self.code is not None else load_named("rlctl.environments", self.name, SHIPPED)
+        if not inspect.isclass(kind) or not callable(getattr(kind, "reset", None)):
             raise InputError(
                 f"Environment {self.label!r} is not a class with a method `reset`.",
                 "The form of an environment is in docs/environments.md.",
             )
-        return found
+        return kind
 
 
 class LoadedEnvironment:
@@ -72,14 +70,14 @@ class LoadedEnvironment:
 
     def __init__(self, plan: EnvironmentPlan, kind: type, functions: dict[str, Callable[..., Any]]) -> None:
         self.plan, self.kind, self.functions = plan, kind, functions
-        own = list(getattr(kind, "tools", ()))
+        methods = list(getattr(kind, "tools", ()))
         self.steps = kind is not Environment and getattr(kind, "step", None) not in (None, Environment.step)
-        if not self.steps and not own and kind is not Environment:
-            own = [n for n, f in inspect.getmembers(kind, callable) if not n.startswith("_") and n not in NOT_TOOLS]
-        if missing := [name for name in own if not callable(getattr(kind, name, None))]:
+        if not self.steps and not methods and kind is not Environment:
+            methods = [n for n, f in inspect.getmembers(kind, callable) if not n.startswith("_") and n not in NOT_TOOLS]
+        if missing := [name for name in methods if not callable(getattr(kind, name, None))]:
             raise InputError(f"Environment {plan.label!r} names a tool {missing[0]!r} and has no such method.")
-        self.methods = own
-        if not self.steps and not own and not functions:
+        self.methods = methods
+        if not self.steps and not methods and not functions:
             raise InputError(
                 f"Environment {plan.label!r} has no method `step` and no tools.",
                 "The form of an environment is in docs/environments.md.",
@@ -96,9 +94,9 @@ class LoadedEnvironment:
         self.note = str(prepare(**plan.params) or "") if prepare else ""
 
     def schemas(self) -> dict[str, dict[str, Any]]:
-        found = {name: MethodType(getattr(self.kind, name), self) for name in self.methods} | self.functions
-        of = f" of {self.plan.label}" if self.plan.name else ""
-        return {name: schema_of(function, f"{name!r}{of}") for name, function in found.items()}
+        tools = {name: MethodType(getattr(self.kind, name), self) for name in self.methods} | self.functions
+        owner = f" of {self.plan.label}" if self.plan.name else ""
+        return {name: schema_of(function, f"{name!r}{owner}") for name, function in tools.items()}
 
 
 def plan_environment(config: EnvironmentConfig) -> EnvironmentPlan:
@@ -107,8 +105,8 @@ def plan_environment(config: EnvironmentConfig) -> EnvironmentPlan:
     if is_reference(name):
         code = UserCode.read(name, "Environment")
     elif name and name not in SHIPPED and name not in plugin_names("rlctl.environments"):
-        known = (*sorted(SHIPPED), *plugin_names("rlctl.environments"))
-        hint = suggest(name, known) or f"Environments are {', '.join(known)} and path/to/file.py:Class."
+        names = (*sorted(SHIPPED), *plugin_names("rlctl.environments"))
+        hint = suggest(name, names) or f"Environments are {', '.join(names)} and path/to/file.py:Class."
         raise InputError(f"Unknown environment {name!r} (--env).", hint)
-    tools = tuple(UserCode.read(one, "Tool") for one in config.tools)
+    tools = tuple(UserCode.read(tool, "Tool") for tool in config.tools)
     return EnvironmentPlan(name, dict(config.params), code, tools, config.memory_gib, variables=shell_variables())

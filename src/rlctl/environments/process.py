@@ -1,7 +1,6 @@
-"""The environments' process next to an engine, and a process forked for each episode.
+"""Episodes in processes beside an engine. A server imports the user's class once and forks a process for each episode.
 
-The process imports the user's class once and runs no episode, so an episode that hangs, dies, prints or uses memory
-costs only its own rollout. Everything an episode started ends with it.
+An episode that hangs, dies, prints or uses memory costs only its own rollout. Everything that it started ends with it.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import psutil
 
-from rlctl.child import adopt_orphans
 from rlctl.environments.environment_plan import EnvironmentPlan, LoadedEnvironment
 from rlctl.environments.running_episode import RunningEpisode
 from rlctl.errors import RlctlError, first_line
-from rlctl.isolation.child_process import ChildProcess, begun
+from rlctl.processes.child import Server
+from rlctl.processes.supervision import adopt_orphans, kill_tree
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -35,7 +34,7 @@ LOOK_S = 0.5
 """Seconds between checks for ended processes."""
 LENGTH = struct.Struct("!Q")
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-"""Variables of the processes: they have no device."""
+"""Variables of the processes, which have no GPU."""
 
 
 class EpisodeFailedError(Exception):
@@ -43,15 +42,15 @@ class EpisodeFailedError(Exception):
 
 
 class EnvironmentHost:
-    """The engine's side: starts each episode in a process."""
+    """Starts the processes of episodes for an engine."""
 
     def __init__(self, plan: EnvironmentPlan) -> None:
         self.plan, self._begun = plan, 0
-        self._child = ChildProcess(__name__, f"the environment {plan.label}")
+        self._server = Server(serve, f"the environment {plan.label}")
 
     def start(self) -> None:
-        """Start the process that the episodes are forked from. Raises what importing the environment raised."""
-        self._child.start(self.plan, {**self.plan.variables, **ENVIRONMENT})
+        """Start the server that forks episodes. Raises errors of importing the environment."""
+        self._server.start(self.plan, {**self.plan.variables, **ENVIRONMENT})
 
     def begin(self) -> Session:
         ours, theirs = socket.socketpair()
@@ -59,29 +58,29 @@ class EnvironmentHost:
         with theirs:
             try:
                 self._fork(theirs)
-            except ConnectionError:  # the process died, and all episodes with it: they begin again
-                self._child.close()
+            except ConnectionError:  # the server died with all episodes, which begin again
+                self._server.close()
                 self.start()
                 self._fork(theirs)
         ours.setblocking(False)
         return Session(self, self._begun, ours)
 
     def _fork(self, theirs: socket.socket) -> None:
-        if (connection := self._child.connection) is not None:
+        if (connection := self._server.connection) is not None:
             connection.send((EpisodeProcesses.begin, self._begun))
             reduction.send_handle(connection, theirs.fileno(), None)
 
     def end(self, episode: int) -> None:
-        if (connection := self._child.connection) is not None:
+        if (connection := self._server.connection) is not None:
             with contextlib.suppress(ConnectionError):
                 connection.send((EpisodeProcesses.end, episode))
 
     def close(self) -> None:
-        self._child.close()
+        self._server.close()
 
 
 class Session:
-    """One episode in its process. Raises EpisodeFailedError where it fails."""
+    """The connection to an episode's process. Raises EpisodeFailedError if the episode fails."""
 
     def __init__(self, host: EnvironmentHost, number: int, connection: socket.socket) -> None:
         self._host, self._number, self._socket = host, number, connection
@@ -94,145 +93,126 @@ class Session:
         except (EOFError, ConnectionError):
             raise EpisodeFailedError(f"its process died in {method.__name__}") from None
 
-    async def _asked(self, request: Any) -> Any:
-        loop, data = asyncio.get_running_loop(), pickle.dumps(request)
-        await loop.sock_sendall(self._socket, LENGTH.pack(len(data)) + data)
-        (length,) = LENGTH.unpack(await self._received(LENGTH.size))
-        found = pickle.loads(await self._received(length))
-        if isinstance(found, EpisodeFailedError):
-            raise found
-        return found
-
-    async def _received(self, length: int) -> bytes:
-        parts, left = [], length
-        while left:
-            part = await asyncio.get_running_loop().sock_recv(self._socket, min(left, 1 << 20))
-            if not part:
-                raise EOFError
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
+    async def _asked(self, request: object) -> Any:
+        await _send(self._socket, request)
+        answer = await _receive(self._socket)
+        if isinstance(answer, EpisodeFailedError):
+            raise answer
+        return answer
 
     def close(self) -> None:
         self._socket.close()
         self._host.end(self._number)
 
 
-def main() -> None:
-    """The process that episodes are forked from. It ends with the connection to the engine's worker."""
-    connection, _, loaded = begun(EnvironmentPlan.load)
+async def _send(connection: socket.socket, message: object) -> None:
+    data = pickle.dumps(message)
+    await asyncio.get_running_loop().sock_sendall(connection, LENGTH.pack(len(data)) + data)
+
+
+async def _receive(connection: socket.socket) -> Any:
+    (length,) = LENGTH.unpack(await _read(connection, LENGTH.size))
+    return pickle.loads(await _read(connection, length))
+
+
+async def _read(connection: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        part = await asyncio.get_running_loop().sock_recv(connection, min(length - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def serve(connection: Connection, plan: EnvironmentPlan) -> None:
+    """Fork the processes of episodes from this one, until the connection to the engine's worker ends."""
+    loaded = plan.load()
     adopt_orphans()
     processes = EpisodeProcesses(loaded, connection)
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            if connection.poll(LOOK_S):
-                method, number = connection.recv()
-                method(processes, number)
-            processes.clear_up()
+    connection.send(None)
+    while True:
+        if connection.poll(LOOK_S):
+            method, number = connection.recv()
+            method(processes, number)
+        processes.clear_up()
 
 
 class EpisodeProcesses:
-    """The processes of single episodes, by the number of the episode."""
+    """The processes of episodes, by the number of the episode."""
 
     def __init__(self, loaded: LoadedEnvironment, connection: Connection) -> None:
         self._loaded, self._connection = loaded, connection
         self._pids: dict[int, int] = {}
-        self._kept = {one.pid for one in psutil.Process().children()}  # what `prepare` of the environment has started
+        self._kept = {child.pid for child in psutil.Process().children()}  # started by the environment's `prepare`
 
     def begin(self, number: int) -> None:
-        """Fork the process of an episode; the handle of its connection follows."""
+        """Fork the process of an episode. The handle of its connection is the next message."""
         handle = reduction.recv_handle(self._connection)
         sys.stdout.flush()
         if (pid := os.fork()) == 0:
             self._connection.close()
-            _play(self._loaded, Connection(handle))
+            _play(self._loaded, socket.socket(fileno=handle))
         os.close(handle)
         self._pids[number] = pid
 
     def end(self, number: int) -> None:
         if (pid := self._pids.pop(number, None)) is not None:
-            _kill_tree(pid)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                kill_tree(psutil.Process(pid))
 
     def clear_up(self) -> None:
         """Reap ended processes, and end orphans of episodes."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 self._pids = {number: pid for number, pid in self._pids.items() if pid != ended[0]}
-                for left in psutil.Process().children():
-                    if left.pid not in self._kept.union(self._pids.values()):
-                        _kill_tree(left.pid)
+                for child in psutil.Process().children():
+                    if child.pid not in self._kept.union(self._pids.values()):
+                        kill_tree(child)
 
 
-def _kill_tree(pid: int) -> None:
-    with contextlib.suppress(psutil.Error):
-        found = psutil.Process(pid)
-        for one in (found, *found.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-
-
-def _play(loaded: LoadedEnvironment, connection: Connection) -> None:
+def _play(loaded: LoadedEnvironment, connection: socket.socket) -> None:
     os.setsid()
     adopt_orphans()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     limit = int(loaded.plan.memory_gib * 2**30)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory is short, it goes before the engine
+        Path("/proc/self/oom_score_adj").write_text("1000")  # short of memory, the kernel ends it before the engine
     status = 1
     try:
         asyncio.run(_serve(loaded, connection))
         status = 0
     finally:
         sys.stdout.flush()
-        os._exit(status)  # nothing of the process that it was forked from is run again
+        os._exit(status)  # skip the exit handlers and buffers of the server
 
 
-async def _serve(loaded: LoadedEnvironment, connection: Connection) -> None:
+async def _serve(loaded: LoadedEnvironment, connection: socket.socket) -> None:
+    connection.setblocking(False)
     episode, process = RunningEpisode(loaded), os.getpid()
     while True:
         try:
-            method, arguments = pickle.loads(await asyncio.to_thread(_read, connection.fileno()))
-        except EOFError:
+            method, arguments = await _receive(connection)
+        except (EOFError, ConnectionError):
             return
         try:
-            found = await method(episode, *arguments)
+            answer = await method(episode, *arguments)
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):
                 raise
-            found = EpisodeFailedError(_told(loaded.plan, error, method.__name__))
+            answer = EpisodeFailedError(_message(loaded.plan, error, method.__name__))
         if os.getpid() != process:
-            os._exit(0)  # a method has forked, and its copy has come back from it too
-        data = pickle.dumps(found)
-        _write(connection.fileno(), LENGTH.pack(len(data)) + data)
+            os._exit(0)  # a method forked, and this is its copy
+        await _send(connection, answer)
         if method is RunningEpisode.close:
             return
 
 
-def _told(plan: EnvironmentPlan, error: BaseException, method: str) -> str:
+def _message(plan: EnvironmentPlan, error: BaseException, method: str) -> str:
     if isinstance(error, RlctlError):
         return error.message
     codes = [*plan.tools, *([plan.code] if plan.code else [])]
     place = next((f"; {place}" for code in codes if (place := code.place(error))), "")
-    told = f"{method} raised {type(error).__name__}: {first_line(error)}{place}"
-    return told.encode(errors="replace").decode()
-
-
-def _read(descriptor: int) -> bytes:
-    (length,) = LENGTH.unpack(_read_exactly(descriptor, LENGTH.size))
-    return _read_exactly(descriptor, length)
-
-
-def _read_exactly(descriptor: int, length: int) -> bytes:
-    parts, left = [], length
-    while left:
-        if not (part := os.read(descriptor, min(left, 1 << 20))):
-            raise EOFError
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+    message = f"{method} raised {type(error).__name__}: {first_line(error)}{place}"
+    return message.encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""One running episode, in its own process: calls the user's class and its tools, whatever form their results have."""
+"""One running episode: calls the user's environment and tools, and converts their results to Replies."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from rlctl.environments.interface import Ask, Message, Step, is_cut
 from rlctl.environments.tool_results import Content, content_of, joined
 from rlctl.environments.tools import Call, read_calls, refusal, typed
 from rlctl.errors import InputError, first_line
-from rlctl.isolation.user_function import LARGEST_REWARD
+from rlctl.rewards.user_function import LARGEST_REWARD
 
 
 @dataclass(frozen=True)
 class Reply(Step):
-    """The answer of an environment's process to one message: a `Step` as plain data, with what became of calls."""
+    """The answer of an episode's process to one message: a `Step` as plain data, with counts of tool calls."""
 
     messages: tuple[Message, ...] = ()
     stop: tuple[str, ...] = ()
     calls: int = 0
-    """Calls of tools that were made."""
+    """Tool calls that were made."""
     broken: int = 0
-    """Calls that could not be read or were refused."""
+    """Tool calls that were unreadable or refused."""
 
 
 class RunningEpisode:
@@ -41,32 +41,32 @@ class RunningEpisode:
 
     def __init__(self, loaded: LoadedEnvironment) -> None:
         self._loaded = loaded
-        self._schemas = {name: one["function"] for name, one in loaded.plan.schemas.items()}
-        self._asked: Ask | None = None
-        self._made: Any = None
+        self._schemas = {name: schema["function"] for name, schema in loaded.plan.schemas.items()}
+        self._ask: Ask | None = None
+        self._environment: Any = None
 
     def _begin(self) -> None:
-        if self._made is not None:
+        if self._environment is not None:
             return
-        self._made = self._loaded.kind(**self._loaded.plan.params)
-        self._tools = {name: getattr(self._made, name) for name in self._loaded.methods} | self._loaded.functions
-        self._stop = _stops(getattr(self._made, "stop", ()))
+        self._environment = self._loaded.kind(**self._loaded.plan.params)
+        self._tools = {name: getattr(self._environment, name) for name in self._loaded.methods} | self._loaded.functions
+        self._stop = _stops(getattr(self._environment, "stop", ()))
 
     async def reset(self, row: PromptRow, seed: int) -> Reply:
-        """Begin, and return the messages after the row's prompt."""
+        """Begin the episode; return the messages after the row's prompt."""
         random.seed(seed)
         self._begin()
         columns = {**row.fields, "prompt": shown_prompt(row.prompt), "answer": row.answer}
         if row.images:
             columns[IMAGES] = [image.rgb() for image in row.images]
-        parameters = inspect.signature(self._made.reset).parameters
+        parameters = inspect.signature(self._environment.reset).parameters
         if {"seed", "options"} <= parameters.keys():  # as Gymnasium calls it
-            found = await _called(self._made.reset, seed=seed, options=columns)
-        elif any(one.kind is one.VAR_KEYWORD for one in parameters.values()):  # as TRL calls it
-            found = await _called(self._made.reset, **columns)
+            result = await _called(self._environment.reset, seed=seed, options=columns)
+        elif any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):  # as TRL calls it
+            result = await _called(self._environment.reset, **columns)
         else:
-            found = await _called(self._made.reset, columns, *([seed] if len(parameters) > 1 else []))
-        return self._reply(_begun(found))
+            result = await _called(self._environment.reset, columns, *([seed] if len(parameters) > 1 else []))
+        return self._reply(_first_step(result))
 
     async def step(self, message: Message) -> Reply:
         text: str = message["content"]
@@ -75,185 +75,190 @@ class RunningEpisode:
         if calls := [typed(call, self._schemas) for call in written]:
             answers, broken = list[Content](), 0
             for call in calls:
-                if why := refusal(call, self._schemas):
+                if reason := refusal(call, self._schemas):
                     broken += 1
-                    answers.append(f"Error: {why}.")
+                    answers.append(f"Error: {reason}.")
                     continue
                 try:
                     answers.append(content_of(await _called(self._tools[call.name], **call.arguments)))
-                except Exception as error:  # noqa: BLE001 - the model may read what it has done wrong
+                except Exception as error:  # noqa: BLE001 - the model reads the error
                     answers.append(f"Error: {type(error).__name__}: {first_line(error)}")
-            return self._told(answers, len(calls) - broken, broken, [call.name or "tool" for call in calls])
+            return self._tool_reply(answers, len(calls) - broken, broken, [call.name or "tool" for call in calls])
         if not self._loaded.steps:
             return Reply(done=True)
-        if next(iter(inspect.signature(self._made.step).parameters), "") != "message":
-            return self._reply(_step(await _called(self._made.step, text)))
-        if self._asked is not None and self._asked.tools:
+        if next(iter(inspect.signature(self._environment.step).parameters), "") != "message":
+            return self._reply(_step(await _called(self._environment.step, text)))
+        if self._ask is not None and self._ask.tools:
             calls = [
                 {
                     "id": f"call{number:05}",
                     "type": "function",
-                    "function": {"name": one.name, "arguments": json.dumps(one.arguments)},
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
                 }
-                for number, one in enumerate(readable_calls(text, self._loaded.plan.form, self._asked.tools, cut=cut))
+                for number, call in enumerate(readable_calls(text, self._loaded.plan.form, self._ask.tools, cut=cut))
             ]
             message = {**message, "tool_calls": calls}
-        return self._reply(_step(await _called(self._made.step, message)))
+        return self._reply(_step(await _called(self._environment.step, message)))
 
     async def schemas(self) -> tuple[dict[str, dict[str, Any]], str]:
-        """Return the JSON schema of each tool by its name, and a line that a run shows about the environment."""
+        """Return the JSON schemas of tools by name, and the environment's note for the user."""
         return self._loaded.schemas(), self._loaded.note
 
     async def close(self) -> Reply:
         reward = 0.0
-        if hasattr(self._made, "get_reward"):
-            reward = _number(await _called(self._made.get_reward), "what get_reward returned")
-        parts = {f"{REWARD_PART}{name}": part for name, part in getattr(self._made, "reward_parts", {}).items()}
-        if hasattr(self._made, "close"):
-            await _called(self._made.close)
+        if hasattr(self._environment, "get_reward"):
+            reward = _number(await _called(self._environment.get_reward), "the result of get_reward")
+        parts = {f"{REWARD_PART}{name}": part for name, part in getattr(self._environment, "reward_parts", {}).items()}
+        if hasattr(self._environment, "close"):
+            await _called(self._environment.close)
         return Reply(reward=reward, done=True, metrics=_numbers(parts))
 
-    def _told(self, answers: Sequence[Content], made: int, broken: int, names: Sequence[str] = ()) -> Reply:
+    def _tool_reply(self, answers: Sequence[Content], made: int, broken: int, names: Sequence[str] = ()) -> Reply:
         role = self._loaded.plan.tool_role
-        if role == "user":  # as one message: templates may want questions and answers to alternate
+        if role == "user":  # in one message, since some templates require alternating roles
             answers, names = [joined(answers)], ()
         messages = [{"role": role, "content": content} for content in answers]
-        named = [{**one, "name": name} for one, name in zip(messages, names, strict=True)] if names else messages
+        named = (
+            [{**message, "name": name} for message, name in zip(messages, names, strict=True)] if names else messages
+        )
         return Reply(_with_images(named), stop=self._stop, calls=made, broken=broken)
 
     def _reply(self, step: Step) -> Reply:
         stop = self._stop if step.stop is None else _stops(step.stop)
-        self._asked = step.ask and _checked(step.ask)
+        self._ask = step.ask and _checked(step.ask)
         reward = 0.0 if step.reward is None else _number(step.reward, "the reward")  # SkyRL-gym's steps without one
         numbers = _numbers(step.metrics)
-        return Reply(_messages(step.messages), reward, bool(step.done), stop, numbers, self._asked)
+        return Reply(_messages(step.messages), reward, bool(step.done), stop, numbers, self._ask)
 
 
 def readable_calls(text: str, form: str, tools: Sequence[Mapping[str, Any]], *, cut: bool = False) -> list[Call]:
-    """Return the calls of some tools in a text; none where one of them cannot be read, as a server of models. `cut`: a
-    limit has ended the text."""
+    """Return the tool calls in a text, or none if one is unreadable, as model servers do. `cut`: a limit ended it."""
     calls = read_calls(text, form, cut=cut)
-    schemas = {one["function"]["name"]: one["function"] for one in tools}
-    return [] if any(one.broken for one in calls) else [typed(one, schemas) for one in calls]
+    schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
+    return [] if any(call.broken for call in calls) else [typed(call, schemas) for call in calls]
 
 
 async def _called(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    found = function(*arguments, **named)
-    return await found if inspect.isawaitable(found) else found
+    result = function(*arguments, **named)
+    return await result if inspect.isawaitable(result) else result
 
 
 OBSERVED = ("observations", "observation", "obs")
-"""Further names of the messages that an environment returns: SkyRL-gym's, Gymnasium's and its short form."""
+"""Further names of the field `messages`: in SkyRL-gym, in Gymnasium, and Gymnasium's short form."""
 ENDED = ("terminated", "truncated")
 UNREAD = ("info", "metadata")
 
 
-def _step(found: Any, method: str = "step") -> Step:
+def _step(result: Any, method: str = "step") -> Step:
     """Convert a method's result to a Step: a Step, a mapping with its fields, Gymnasium's tuple of five or four, or
     messages. Raises TypeError otherwise."""
-    if isinstance(found, Step):
-        return found
-    if isinstance(found, tuple) and len(found) in (4, 5) and not _is_message(found[-1]):
-        observation, reward, *ended, _ = found
+    if isinstance(result, Step):
+        return result
+    if isinstance(result, tuple) and len(result) in (4, 5) and not _is_message(result[-1]):
+        observation, reward, *ended, _ = result
         return Step(observation, reward, any(map(bool, ended)))
-    if isinstance(found, str | list) or _is_message(found):
-        return Step(found)
-    known = [one.name for one in fields(Step)]
-    if not isinstance(found, Mapping):
+    if isinstance(result, str | list) or _is_message(result):
+        return Step(result)
+    names = [field.name for field in fields(Step)]
+    if not isinstance(result, Mapping):
         raise TypeError(
-            f"{method} returned {found!r:.80}, and has to return a Step, a mapping with its fields "
-            f"({', '.join(known)}), messages, or Gymnasium's (observation, reward, terminated, truncated, info)"
+            f"{method} returned {result!r:.80}, and has to return a Step, a mapping with its fields "
+            f"({', '.join(names)}), messages, or Gymnasium's (observation, reward, terminated, truncated, info)"
         )
-    if odd := [str(name) for name in found if name not in (*known, *OBSERVED, *ENDED, *UNREAD)]:
+    if odd := [str(name) for name in result if name not in (*names, *OBSERVED, *ENDED, *UNREAD)]:
         raise TypeError(
-            f"{method} returned a mapping with the field {odd[0]!r}. Its fields are {', '.join(known)}; for messages "
+            f"{method} returned a mapping with the field {odd[0]!r}. Its fields are {', '.join(names)}; for messages "
             f"also {', '.join(OBSERVED)}, for done also {' and '.join(ENDED)}; {' and '.join(UNREAD)} are not read"
         )
-    if len(said := [name for name in ("messages", *OBSERVED) if name in found]) > 1:
-        raise TypeError(f"{method} returned a mapping with both {said[0]!r} and {said[1]!r}, which are the same field")
-    values = {name: value for name, value in found.items() if name in known}
-    if said:
-        values["messages"] = found[said[0]]
-    if ended := [found[name] for name in ENDED if name in found]:
-        values["done"] = any(map(bool, (*ended, found.get("done", False))))
+    if len(aliases := [name for name in ("messages", *OBSERVED) if name in result]) > 1:
+        raise TypeError(
+            f"{method} returned a mapping with both {aliases[0]!r} and {aliases[1]!r}, which are the same field"
+        )
+    values = {name: value for name, value in result.items() if name in names}
+    if aliases:
+        values["messages"] = result[aliases[0]]
+    if ended := [result[name] for name in ENDED if name in result]:
+        values["done"] = any(map(bool, (*ended, result.get("done", False))))
     return Step(**values)
 
 
-def _begun(found: Any) -> Step:
+def _first_step(result: Any) -> Step:
     """Convert a `reset` result like `_step`, including Gymnasium's (observation, information). Raises TypeError
     otherwise."""
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping) and not _is_message(found[1]):
-        found = found[0]
-    return _step(found, "reset") if isinstance(found, Step | Mapping) else Step(found)
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping) and not _is_message(result[1]):
+        result = result[0]
+    return _step(result, "reset") if isinstance(result, Step | Mapping) else Step(result)
 
 
-def _is_message(found: Any) -> bool:
-    return isinstance(found, Mapping) and {"role", "content"} <= found.keys()
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"role", "content"} <= value.keys()
 
 
-def _messages(found: Any) -> tuple[Message, ...]:
-    if not found:
+def _messages(value: Any) -> tuple[Message, ...]:
+    """Convert a text, a message or a list of messages. Raises TypeError otherwise."""
+    if not value:
         return ()
-    listed = (
-        [{"role": "user", "content": found}] if isinstance(found, str) else [found] if _is_message(found) else found
-    )
-    if not isinstance(listed, Iterable) or isinstance(listed, Mapping | bytes):
-        raise TypeError(f"{found!r:.80} is neither a text nor messages")
-    listed = list(listed)
-    for one in listed:
-        shape = (str, str | list) if isinstance(one, Mapping) else ()
-        if not shape or not all(isinstance(one.get(key), kind) for key, kind in zip(_SAYS, shape, strict=True)):
-            raise TypeError(f"{one!r:.80} is not a message: it needs `role` and `content`")
-    return _with_images(listed)
-
-
-_SAYS = ("role", "content")
+    if isinstance(value, str):
+        value = {"role": "user", "content": value}
+    messages = [value] if _is_message(value) else value
+    if not isinstance(messages, Iterable) or isinstance(messages, Mapping | bytes):
+        raise TypeError(f"{value!r:.80} is neither a text nor messages")
+    messages = list(messages)
+    for message in messages:
+        has_role = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not has_role or not isinstance(message.get("content"), str | list):
+            raise TypeError(f"{message!r:.80} is not a message: it needs `role` and `content`")
+    return _with_images(messages)
 
 
 def _with_images(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     try:
-        read = [
-            one if isinstance(one["content"], str) else {**one, **checked_messages([one], "messages", "A message")[0]}
-            for one in messages
+        checked = [
+            message
+            if isinstance(message["content"], str)
+            else {**message, **checked_messages([message], "messages", "A message")[0]}
+            for message in messages
         ]
-        sources = [[image_source(value, "An image", Path()) for value in one.get(IMAGES, ())] for one in read]
+        images = [[image_source(value, "An image", Path()) for value in message.get(IMAGES, ())] for message in checked]
     except InputError as error:
         raise TypeError(str(error)) from error
-    plain = _plain([{key: value for key, value in one.items() if key != IMAGES} for one in read])
-    return tuple({**one, IMAGES: held} if held else one for one, held in zip(plain, sources, strict=True))
+    plain = _plain([{key: value for key, value in message.items() if key != IMAGES} for message in checked])
+    return tuple(
+        {**message, IMAGES: sources} if sources else message for message, sources in zip(plain, images, strict=True)
+    )
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Return messages as plain data without lone surrogates (models write them in JSON) and user types."""
-    text = json.dumps([dict(one) for one in messages], ensure_ascii=False, default=str)
+    """Return messages as plain data, without user types and lone surrogates, which models write in JSON."""
+    text = json.dumps([dict(message) for message in messages], ensure_ascii=False, default=str)
     return tuple(json.loads(text.encode(errors="replace")))
 
 
 def _checked(ask: Ask) -> Ask:
     numbers = {"max_tokens": [ask.max_tokens or 1], "stop_token_ids": ask.stop_token_ids, "tokens": ask.tokens or [0]}
-    for name, given in numbers.items():
-        if not all(isinstance(one, int) and one >= (name == "max_tokens") for one in given):
+    for name, values in numbers.items():
+        if not all(isinstance(value, int) and value >= (name == "max_tokens") for value in values):
             raise ValueError(f"{name} is {getattr(ask, name)!r:.80}, and no engine takes that")
-    held = () if ask.tokens else checked_messages(list(ask.messages), "messages", "The conversation")
-    return replace(ask, messages=_with_images(held), tools=_plain(ask.tools), stop=_stops(ask.stop))
+    messages = () if ask.tokens else checked_messages(list(ask.messages), "messages", "The conversation")
+    return replace(ask, messages=_with_images(messages), tools=_plain(ask.tools), stop=_stops(ask.stop))
 
 
 def _number(value: Any, what: str) -> float:
     try:
-        found = float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        found = math.nan
-    if not abs(found) <= LARGEST_REWARD:
+        number = math.nan
+    if not abs(number) <= LARGEST_REWARD:
         raise ValueError(f"{what} is {value!r:.80}, and has to be a number between ±{LARGEST_REWARD:g}")
-    return found
+    return number
 
 
 def _numbers(named: Any) -> dict[str, float]:
     return {str(name): _number(value, f"the metric {name!r}") for name, value in dict(named or {}).items()}
 
 
-def _stops(found: Any) -> tuple[str, ...]:
-    texts = (found,) if isinstance(found, str) else tuple(found)
+def _stops(stop: Any) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in texts):
-        raise TypeError(f"`stop` is {found!r:.80}, and has to hold texts that are not empty")
+        raise TypeError(f"`stop` is {stop!r:.80}, and has to hold texts that are not empty")
     return tuple(map(str, texts))

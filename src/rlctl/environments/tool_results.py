@@ -1,4 +1,4 @@
-"""Results of tools as contents of messages: a text, or parts where a result is an image or lists some."""
+"""Tool results as message contents: a text, or parts if the result is an image or lists some."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from rlctl.environments.tools import as_text
 
 Content = str | list[dict[str, Any]]
 PARTS = ({"type", "image"}, {"type", "image_url"})
-"""Keys of a part of a message that is an image; results with others are data."""
+"""Keys of an image part; results with other keys are data."""
 BLANK_LINE = "\n\n"
 
 
 def content_of(result: Any) -> Content:
-    """Return the content of a message for a result. Images are PIL's, or parts of messages."""
-    listed = result if isinstance(result, list | tuple) else [result]
-    return [_part(one) for one in listed] if any(map(_is_image, listed)) else as_text(result)
+    """Return the message content of a result, with images of PIL or as message parts."""
+    items = result if isinstance(result, list | tuple) else [result]
+    return [_part(item) for item in items] if any(map(_is_image, items)) else as_text(result)
 
 
 def joined(contents: Sequence[Content]) -> Content:
-    """Return several contents as one, with blank lines between."""
-    texts = [one for one in contents if isinstance(one, str)]
+    """Join contents with blank lines."""
+    texts = [content for content in contents if isinstance(content, str)]
     if len(texts) == len(contents):
         return BLANK_LINE.join(texts)
-    found: list[dict[str, Any]] = []
-    for one in contents:
-        found += [_text(BLANK_LINE)] if found else []
-        found += [_text(one)] if isinstance(one, str) else one
-    return found
+    parts: list[dict[str, Any]] = []
+    for content in contents:
+        parts += [_text(BLANK_LINE)] if parts else []
+        parts += [_text(content)] if isinstance(content, str) else content
+    return parts
 
 
-def _part(one: Any) -> dict[str, Any]:
-    if _is_image(one):
-        return one if isinstance(one, dict) else {"type": IMAGE, IMAGE: one}
-    said = one.get("text") if isinstance(one, dict) and one.get("type") == "text" else None
-    return _text(said if isinstance(said, str) else as_text(one))
+def _part(item: Any) -> dict[str, Any]:
+    if _is_image(item):
+        return item if isinstance(item, dict) else {"type": IMAGE, IMAGE: item}
+    text = item.get("text") if isinstance(item, dict) and item.get("type") == "text" else None
+    return _text(text if isinstance(text, str) else as_text(item))
 
 
-def _text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
-def _is_image(one: Any) -> bool:
-    return of_pil(one) or (isinstance(one, dict) and one.keys() in PARTS and one["type"] in PART_TYPES)
+def _is_image(item: Any) -> bool:
+    return of_pil(item) or (isinstance(item, dict) and item.keys() in PARTS and item["type"] in PART_TYPES)

@@ -25,20 +25,20 @@ To call one, write its name and its arguments as JSON, and stop there:
 
 @dataclass(frozen=True)
 class Call:
-    """One call that the model wrote."""
+    """One tool call of the model."""
 
     name: str
     arguments: dict[str, Any]
     broken: str | None = None
-    """Why the call cannot be read; None: it can."""
+    """Why the call is unreadable; None: it is readable."""
 
 
 class BrokenCallError(Exception):
-    """The text of a call cannot be read."""
+    """The text of a call is unreadable."""
 
 
 class Unquoted(str):
-    """The value of an argument in a format without quotes. `typed` reads it by the tool's schema."""
+    """The value of an argument in a format without quotes. `typed` reads it with the tool's schema."""
 
 
 Reader = Callable[[str, re.Match[str]], tuple[list[Call], int]]
@@ -53,10 +53,10 @@ class Format:
     """A way of writing calls."""
 
     opening: str
-    """Regular expression of the beginning of a call."""
+    """Regular expression that begins a call."""
     read: Reader
     marked: bool = True
-    """Whether nothing but a call has such an opening."""
+    """Whether only calls have this opening."""
 
 
 def _call(name: Any, arguments: Any) -> Call:
@@ -70,8 +70,8 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
 
 
 def _matched(pattern: str, text: str, start: int) -> re.Match[str]:
-    if found := re.compile(pattern, re.DOTALL).match(text, start):
-        return found
+    if match := re.compile(pattern, re.DOTALL).match(text, start):
+        return match
     rest = text[start:].removesuffix(CUT)
     raise BrokenCallError(f"it goes on with {rest[:20]!r}" if rest.strip() else "it has no end")
 
@@ -86,7 +86,7 @@ def _from_json(value: Any) -> Call:
 
 
 def _json_calls(closing: str = "", *, lines: bool = False) -> Reader:
-    """Return the reader of calls as JSON: an object, a list, or with `lines` several of them."""
+    """Return the reader of a JSON object or list, or with `lines` of several."""
 
     def read(text: str, opening: re.Match[str]) -> tuple[list[Call], int]:
         value, end = _decoded(text, opening.end())
@@ -94,38 +94,38 @@ def _json_calls(closing: str = "", *, lines: bool = False) -> Reader:
         while lines and re.compile(r"\s*\{").match(text, end):
             value, end = _decoded(text, end)
             values.append(value)
-        return [_from_json(one) for one in values], _matched(closing, text, end).end()
+        return [_from_json(item) for item in values], _matched(closing, text, end).end()
 
     return read
 
 
 def _named_calls(head: str, closing: str = "") -> Reader:
     def read(text: str, opening: re.Match[str]) -> tuple[list[Call], int]:
-        found = _matched(head, text, opening.end())
-        arguments, end = _decoded(text, found.end())
-        return [_call(found["name"], arguments)], _matched(closing, text, end).end()
+        match = _matched(head, text, opening.end())
+        arguments, end = _decoded(text, match.end())
+        return [_call(match["name"], arguments)], _matched(closing, text, end).end()
 
     return read
 
 
 def _mistral_calls(text: str, opening: re.Match[str]) -> tuple[list[Call], int]:
-    """Read a list of JSON, or a name with its arguments; between them newer models write an id."""
-    named = _named_calls(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\])?")
-    listed = re.compile(r"\s*[\[{]").match(text, opening.end())
-    return (_json_calls() if listed else named)(text, opening)
+    """Read a JSON list, or a name and arguments. Newer models write an id between these."""
+    by_name = _named_calls(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\])?")
+    is_list = re.compile(r"\s*[\[{]").match(text, opening.end())
+    return (_json_calls() if is_list else by_name)(text, opening)
 
 
 def _tagged_calls(head: str, argument: str, closing: str) -> Reader:
     argument_pattern = re.compile(argument, re.DOTALL)
 
     def read(text: str, opening: re.Match[str]) -> tuple[list[Call], int]:
-        found = _matched(head, text, opening.end())
-        arguments, end = {}, found.end()
-        while one := argument_pattern.match(text, end):
-            kind = str if one.groupdict().get("string") == "true" else Unquoted
-            arguments[one["key"].strip()] = kind(one["value"])
-            end = one.end()
-        return [_call(found["name"], arguments)], _matched(closing, text, end).end()
+        name = _matched(head, text, opening.end())
+        arguments, end = {}, name.end()
+        while match := argument_pattern.match(text, end):
+            kind = str if match.groupdict().get("string") == "true" else Unquoted
+            arguments[match["key"].strip()] = kind(match["value"])
+            end = match.end()
+        return [_call(name["name"], arguments)], _matched(closing, text, end).end()
 
     return read
 
@@ -163,13 +163,13 @@ class _JsonNames(ast.NodeTransformer):
 
 
 def _python_calls(text: str, opening: re.Match[str]) -> tuple[list[Call], int]:
-    """Read a list of calls in Python, `[add(a=2, b=3)]`; nothing of it is run."""
+    """Read a list of calls in Python, `[add(a=2, b=3)]`, without running it."""
     ended = re.compile(r"<\|(?:python_end|tool_call_end)\|>|\Z").search(text, opening.end())
     assert ended is not None  # a text has an end
     tree = ast.parse(text[opening.end() : ended.start()].strip().removesuffix(CUT), mode="eval").body
     if not isinstance(tree, ast.List):
         raise BrokenCallError("it is not a list of calls")
-    return [_python_call(one) for one in tree.elts], ended.end()
+    return [_python_call(element) for element in tree.elts], ended.end()
 
 
 def _python_call(tree: ast.expr) -> Call:
@@ -177,8 +177,8 @@ def _python_call(tree: ast.expr) -> Call:
     if not isinstance(tree, ast.Call) or tree.args or not re.fullmatch(r"[\w.]+", name):
         return Call(name, {}, "each call needs a name and named arguments")
     try:
-        given = {str(one.arg): ast.literal_eval(_JsonNames().visit(one.value)) for one in tree.keywords}
-        return Call(name, json.loads(json.dumps(given)))  # tuples are lists, as in JSON
+        arguments = {str(keyword.arg): ast.literal_eval(_JsonNames().visit(keyword.value)) for keyword in tree.keywords}
+        return Call(name, json.loads(json.dumps(arguments)))  # tuples are lists, as in JSON
     except UNREADABLE as error:
         return Call(name, {}, first_line(error))
 
@@ -196,13 +196,13 @@ def _gemma_calls(text: str, opening: re.Match[str]) -> tuple[list[Call], int]:
 
 
 def _gemma_json(code: str) -> str:
-    """Return the part of a call between its texts as JSON: with quoted names, and with null for Python's None."""
+    """Return the part of a call between texts as JSON: quote names, and write null for None."""
     quoted = re.sub(r"([{,]\s*)([\w.-]+)(\s*:)", r'\1"\2"\3', code)
     return re.sub(r"([:,\[]\s*)None\b", r"\1null", quoted)
 
 
 DEEPSEEK = "<\uff5ctool▁{}\uff5c>"
-"""The form of its special tokens, with fullwidth bars."""
+"""The form of DeepSeek's special tokens, with fullwidth bars."""
 PARAMETERS = r"\s*<parameter=(?P<key>[^>]+)>{blank}(?P<value>(?:(?!<parameter=).)*?){blank}</parameter>"
 FUNCTION_ENDS = r"\s*(?:</function>|\Z)"
 FORMATS: dict[str, Format] = {
@@ -260,7 +260,7 @@ FORMATS: dict[str, Format] = {
 misread some calls of published templates in 0.32 (Mistral Small 3.2's `[CALL_ID]`, lists of Seed-OSS, texts with
 `</think>` or `<tool_call>`), and hide unreadable calls. The tests compare with them."""
 CUT = "<\0"
-"""Stands for the rest of a turn that a limit has cut, so that the end of the text closes no call and no name."""
+"""Stands for the rest of a turn that a limit cut, so that the end of the text closes no call or name."""
 THOUGHT_BEGINS = re.compile(r"\s*(?:<(?:\w+:)?think>|\[THINK\]|<\|channel>)")
 THOUGHT_ENDS = re.compile(r"</(?:\w+:)?think>|\[/THINK\]|<channel\|>")
 
@@ -281,7 +281,7 @@ def _parted(text: str, form: str) -> tuple[str, str]:
     """Return a turn's thought with its end, and the answer with calls. An end of thought inside a call's argument is
     text."""
     whole = () if THOUGHT_BEGINS.match(text) else _scanned(text, form)
-    spans = [(start, end) for start, end, calls in whole if not any(one.broken for one in calls)]
+    spans = [(start, end) for start, end, calls in whole if not any(call.broken for call in calls)]
     for ended in THOUGHT_ENDS.finditer(text):
         if not any(start <= ended.start() < end for start, end in spans):
             return text[: ended.end()], text[ended.end() :]
@@ -289,9 +289,9 @@ def _parted(text: str, form: str) -> tuple[str, str]:
 
 
 def read_calls(text: str, form: str, *, cut: bool = False) -> list[Call]:
-    """Return the calls of a turn. `cut`: a limit has ended it, so a call without its closing mark is broken."""
+    """Return the calls of a turn. `cut`: a limit ended it, so a call without a closing mark is broken."""
     _, answer = _parted(text + CUT * cut, form)
-    return [one for _, _, calls in _scanned(answer, form) for one in calls]
+    return [call for _, _, calls in _scanned(answer, form) for call in calls]
 
 
 def without_call(text: str, form: str) -> str:
@@ -300,12 +300,12 @@ def without_call(text: str, form: str) -> str:
 
 
 def typed(call: Call, schemas: Mapping[str, Mapping[str, Any]]) -> Call:
-    """Return a call whose arguments have the types of the tool's schema, also where its format has no quotes."""
+    """Return a call with arguments in the types of the tool's schema, which formats without quotes need."""
     schema = schemas.get(call.name, {}).get("parameters", {})
-    known = schema.get("properties", {})
-    further = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    properties = schema.get("properties", {})
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     values = {
-        name: _typed(value, {**known.get(name, {}), **further}) if isinstance(value, Unquoted) else value
+        name: _typed(value, {**properties.get(name, {}), **definitions}) if isinstance(value, Unquoted) else value
         for name, value in call.arguments.items()
     }
     return replace(call, arguments=values)
@@ -318,11 +318,11 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
     """Return the first reading of a text that its schema allows: JSON, Python literal, number, word or text; otherwise
     the first, for the message."""
     readings = []
-    for read in (json.loads, ast.literal_eval, int, lambda given: WORDS[given.lower()]):
+    for read in (json.loads, ast.literal_eval, int, lambda word: WORDS[word.lower()]):
         with contextlib.suppress(*UNREADABLE):
             readings.append(json.loads(json.dumps(read(text.strip()), allow_nan=False)))
-    readings = [*(one for one in readings if not isinstance(one, str)), str(text)]
-    return next((one for one in readings if _allows(schema, one)), readings[0])
+    readings = [*(value for value in readings if not isinstance(value, str)), str(text)]
+    return next((value for value in readings if _allows(schema, value)), readings[0])
 
 
 def _allows(schema: Mapping[str, Any], value: Any) -> bool:
@@ -334,7 +334,7 @@ def _allows(schema: Mapping[str, Any], value: Any) -> bool:
         return True
     try:
         return Draft202012Validator(schema).is_valid(value)
-    except (UnknownType, Unresolvable, *UNREADABLE):  # of a schema that is none
+    except (UnknownType, Unresolvable, *UNREADABLE):  # of an invalid schema
         return False
 
 
@@ -353,12 +353,12 @@ def schema_of(function: Callable[..., Any], named: str) -> dict[str, Any]:
             f"Tool {named} has no schema: {first_line(error).rstrip('.!')}.",
             "A tool has a type hint for each argument, and a docstring with an `Args:` section that describes each.",
         ) from error
-    schema["function"].pop("return", None)  # which the format of calls does not know
+    schema["function"].pop("return", None)  # call formats have no place for it
     return schema
 
 
 def refusal(call: Call, schemas: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return why a call cannot be made; None: it can."""
+    """Return the reason that a call cannot be made, or None."""
     import jsonschema
 
     if call.broken:
@@ -377,7 +377,7 @@ def refusal(call: Call, schemas: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def listed(schemas: Mapping[str, Mapping[str, Any]]) -> str:
-    return "\n".join(json.dumps(one["function"], ensure_ascii=False) for one in schemas.values())
+    return "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in schemas.values())
 
 
 def as_text(result: Any) -> str:
@@ -393,7 +393,7 @@ def format_of(render: Callable[[Sequence[Message]], str], ends: Sequence[str]) -
     special tokens."""
     user = {"role": "user", "content": "?"}
     failure, shown = None, False
-    for arguments in (SAMPLE.arguments, json.dumps(SAMPLE.arguments)):  # some templates write a text only
+    for arguments in (SAMPLE.arguments, json.dumps(SAMPLE.arguments)):  # some templates accept only text
         function = {"name": SAMPLE.name, "arguments": arguments}
         call = {"id": "call00000", "type": "function", "function": function}
         try:
@@ -402,15 +402,16 @@ def format_of(render: Callable[[Sequence[Message]], str], ends: Sequence[str]) -
             failure = failure or error
             continue
         shown = shown or SAMPLE.name in written
-        if found := _format_read(written, render([user, {"role": "assistant", "content": "#"}]), ends):
-            return found
-    if shown:  # in a format that is not known
+        if name := _format_read(written, render([user, {"role": "assistant", "content": "#"}]), ends):
+            return name
+    if shown:  # in an unknown format
         return None
-    told = render([user])
-    found = next((name for name, form in FORMATS.items() if form.marked and re.search(form.opening, told)), None)
-    if found is None and failure is not None:
+    instructions = render([user])
+    marked = (name for name, form in FORMATS.items() if form.marked and re.search(form.opening, instructions))
+    name = next(marked, None)
+    if name is None and failure is not None:
         raise failure
-    return found
+    return name
 
 
 def _format_read(written: str, answered: str, ends: Sequence[str]) -> str | None:
@@ -421,7 +422,7 @@ def _format_read(written: str, answered: str, ends: Sequence[str]) -> str | None
         texts.append(texts[-1].rstrip().removesuffix(ended))
     for name, form in FORMATS.items():
         for text in texts:
-            calls = [typed(one, SAMPLE_SCHEMA) for one in read_calls(text, name)]
+            calls = [typed(call, SAMPLE_SCHEMA) for call in read_calls(text, name)]
             if calls == [SAMPLE] and (form.marked or not without_call(text, name).strip()):
                 return name
     return None

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.user_code import MODEL
 from rlctl.methods.available import command_of
 from rlctl.preparation.prepare import Job
 from rlctl.report.run_report import validated_steps
 from rlctl.runs.directory import RunDirectory
-from rlctl.settings.rewards import MODEL
 from rlctl.telemetry.conversation import as_text, conversation
 from rlctl.telemetry.metrics import Metrics
 

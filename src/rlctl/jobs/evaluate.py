@@ -23,6 +23,7 @@ from rlctl.checkpoints.model_source import Tell
 from rlctl.cluster.ray_session import fetch
 from rlctl.config.load import DEFAULT, Resolved
 from rlctl.config.sources import Source, Value
+from rlctl.config.user_code import MODEL
 from rlctl.data.benchmarks import BENCHMARKS, known_benchmark, near_benchmark, open_benchmark
 from rlctl.data.chat import PromptEncoder, load_tokenizer, template_digest
 from rlctl.data.drawn_shapes import DRAWN_SHAPES
@@ -49,7 +50,7 @@ from rlctl.runs.directory import Checkpoint
 from rlctl.runs.evaluation_file import SampleFile
 from rlctl.settings.config import RolloutConfig
 from rlctl.settings.data import DataConfig
-from rlctl.settings.rewards import MODEL, RewardConfig, RewardTerm
+from rlctl.settings.rewards import RewardConfig, RewardTerm
 from rlctl.telemetry.display import WorkProgress
 
 GYM_PROMPTS = 200

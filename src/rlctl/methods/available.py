@@ -16,8 +16,8 @@ from typing import Any
 
 from rlctl.config.plugins import EntryPointGroup, find_plugin, load_plugin, origin, plugin_names
 from rlctl.config.section import Section, given_keys
+from rlctl.config.user_code import UserCode, is_reference
 from rlctl.errors import ConfigError, InputError, RlctlError, suggest
-from rlctl.isolation.user_function import UserCode, is_reference
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.settings.config import RlctlConfig, RolloutConfig

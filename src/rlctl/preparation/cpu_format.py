@@ -17,11 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from rlctl.child import call_in_child
 from rlctl.config.files import cache_directory
 from rlctl.config.installed import version
 from rlctl.errors import RlctlError
 from rlctl.planner.from_config import cluster_from_config
+from rlctl.processes.child import call_in_child
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved

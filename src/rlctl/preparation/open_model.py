@@ -15,6 +15,7 @@ from rlctl.checkpoints.megatron.megatron_directory import find, is_of_run, manif
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
 from rlctl.config.files import user_path
 from rlctl.config.presets import preset_names, read_preset
+from rlctl.config.user_code import MODEL
 from rlctl.data.chat import load_tokenizer
 from rlctl.errors import InputError, RlctlError, listed
 from rlctl.methods.available import method_from_config
@@ -30,7 +31,6 @@ from rlctl.preparation.laptop_vision import supply_vision
 from rlctl.rewards.reward_model_scorer import reward_model
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import ModelConfig
-from rlctl.settings.rewards import MODEL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

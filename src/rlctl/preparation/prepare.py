@@ -25,6 +25,7 @@ from rlctl.config.facts import FOR_A_MACHINE
 from rlctl.config.installed import commit_of, installed_versions
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
+from rlctl.config.user_code import MODEL
 from rlctl.data.chat import load_tokenizer, read_template, require_directory, template_digest
 from rlctl.data.cross_tokens import Projection, require_aligning
 from rlctl.data.image_rows import require_images
@@ -70,7 +71,6 @@ from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.validation import ValidationSet
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import ModelConfig
-from rlctl.settings.rewards import MODEL
 from rlctl.telemetry.loggers import wanted_loggers
 from rlctl.telemetry.metrics import Metric
 from rlctl.telemetry.phases import Phase

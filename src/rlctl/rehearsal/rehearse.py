@@ -18,7 +18,6 @@ from typing import Any
 
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.model_source import Tell
-from rlctl.child import call_in_child
 from rlctl.cluster.ray_session import environment
 from rlctl.config.files import temporary_folder
 from rlctl.config.load import Resolved
@@ -33,6 +32,7 @@ from rlctl.planner.result import Plan
 from rlctl.planner.views.render import wrapped
 from rlctl.preparation.open_model import published_facts, published_teacher
 from rlctl.preparation.prepare import ASSUMED_GPU, Job, check_plan, checked_method, prepare_job, with_images
+from rlctl.processes.child import call_in_child
 from rlctl.rehearsal.row_checks import look_at_rows, look_at_run
 from rlctl.rehearsal.shrink import (
     MOST_LENGTH,

@@ -16,12 +16,13 @@ from rlctl.backends.base import resolve_dtype
 from rlctl.config.facts import REHEARSAL_DETAIL
 from rlctl.config.load import DEFAULT, PLANNER, Resolved
 from rlctl.config.parallel import SIZES, ParallelSpec
+from rlctl.config.user_code import MODEL
 from rlctl.data.mixing import source_settings
 from rlctl.planner.choice import TEACHER_SIZES
 from rlctl.planner.result import Plan
 from rlctl.preparation.run_workers import training_of
 from rlctl.settings.config import RlctlConfig, RolloutConfig
-from rlctl.settings.rewards import MODEL, RewardTerm, SourceReward
+from rlctl.settings.rewards import RewardTerm, SourceReward
 
 STEPS = 2
 PROMPTS, GENERATIONS, NEW_TOKENS = 2, 4, 16

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.model_source import resolve_model
-from rlctl.child import call_in_child
 from rlctl.config.files import write_json
 from rlctl.data.chat import load_tokenizer
 from rlctl.data.holdout import validation_data
@@ -23,6 +22,7 @@ from rlctl.errors import AbsentError, InputError
 from rlctl.jobs.new_run import example_rows
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.result import Plan
+from rlctl.processes.child import call_in_child
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import DataConfig, ModelConfig
 from rlctl.settings.rewards import RewardConfig

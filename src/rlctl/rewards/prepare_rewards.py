@@ -1,4 +1,4 @@
-"""From the configured reward to a plan that is known to work, before anything expensive starts."""
+"""From the configured reward to a tested plan, before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dataclasses import replace
 from rlctl.checkpoints.model_source import require_name_or_directory
 from rlctl.config.files import user_path
 from rlctl.config.plugins import plugin_names
+from rlctl.config.user_code import MODEL, is_reference, split_reference
 from rlctl.data.prompt_records import USUAL_NAMES
 from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.errors import InputError, RlctlError, suggest
-from rlctl.isolation.child_process import shell_variables
-from rlctl.isolation.user_function import is_reference, split_reference
+from rlctl.processes.child import shell_variables
 from rlctl.rewards.extraction import GENERATED_ROWS, SAMPLED_ROWS, choose_extraction
 from rlctl.rewards.reward_model_scorer import reward_model
 from rlctl.rewards.reward_plan import MixedRewards, RewardPlan, Rewards, Trial
 from rlctl.rewards.scorers import BUILT_IN, OF_FORM
 from rlctl.rewards.scoring_process import LATE, Score, ScoringProcess, Work, outcomes
 from rlctl.rewards.tag_scorers import TAG_SCORERS
-from rlctl.settings.rewards import MODEL, OnError, RewardConfig, RewardTerm, SourceReward
+from rlctl.settings.rewards import OnError, RewardConfig, RewardTerm, SourceReward
 
 QUICK = frozenset(("task", "exact-match"))
-"""Scorers that are tried in this process, which has imported all that they need."""
+"""Scorers that are tried in this process; their imports are there already."""
 
 
 def prepare_rewards(
@@ -44,14 +44,14 @@ def prepare_rewards(
     terms = _checked_terms(reward, source)
     names = [term.name for term in terms]
     extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
-    # What decides accuracy: the first term that compares with the reference answer, if there is one.
+    # The first term that compares with the reference answer decides accuracy.
     accuracy = next((name for name in names if name in BUILT_IN and name not in OF_FORM), None)
     plan = RewardPlan(
         terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error, opened=opened,
         time=time, variables=shell_variables(),
     )  # fmt: skip
-    own = tuple(term for term in terms if not (apart and term.name.startswith(MODEL)))
-    return replace(tried(replace(plan, terms=own), source, completion) if own else plan, terms=terms)
+    local = tuple(term for term in terms if not (apart and term.name.startswith(MODEL)))
+    return replace(tried(replace(plan, terms=local), source, completion) if local else plan, terms=terms)
 
 
 def _checked_terms(reward: SourceReward, source: PromptSource) -> tuple[RewardTerm, ...]:
@@ -74,25 +74,23 @@ def _require_params(term: RewardTerm) -> None:
     takes = inspect.signature(TAG_SCORERS[term.name]).parameters if term.name in TAG_SCORERS else {}
     for name, value in term.params.items():
         if name not in takes:
-            known = (
-                f"It takes {', '.join(takes)}." if takes else f"Scorers with arguments are {', '.join(TAG_SCORERS)}."
-            )
-            raise InputError(f"Reward {term.name!r} has no argument {name!r} (params of reward.terms).", known)
-        wanted = str if isinstance(takes[name].default, str) else int | float
-        if isinstance(value, bool) or not isinstance(value, wanted):
-            kind = "a text" if wanted is str else "a number"
+            hint = f"It takes {', '.join(takes)}." if takes else f"Scorers with arguments are {', '.join(TAG_SCORERS)}."
+            raise InputError(f"Reward {term.name!r} has no argument {name!r} (params of reward.terms).", hint)
+        expected = str if isinstance(takes[name].default, str) else int | float
+        if isinstance(value, bool) or not isinstance(value, expected):
+            kind = "a text" if expected is str else "a number"
             raise InputError(
                 f"Reward {term.name!r}: {name} is {value!r}, which is not {kind} (params of reward.terms)."
             )
 
 
 def require_usable(reward: RewardConfig, label: str) -> str:
-    """Return scorer names of a source with remote rows. Raises InputError for impossible or unloadable scorers."""
+    """Return the names of the scorers of a dataset with remote rows. Raises InputError for unusable scorers."""
     terms = _checked_terms(
         reward, PromptSource(label, 0, lambda index: PromptRow(index, label, "", None), {}, checked=0)
     )
-    own = tuple(term for term in terms if not term.name.startswith(MODEL))
-    plan = RewardPlan(own, "full", None, None, None, reward.timeout_s)
+    local = tuple(term for term in terms if not term.name.startswith(MODEL))
+    plan = RewardPlan(local, "full", None, None, None, reward.timeout_s)
     with contextlib.closing(ScoringProcess(plan)) as process:
         process.start()
     return ", ".join(term.name for term in terms)
@@ -106,7 +104,7 @@ def mixed_rewards(
     opened: bool = False,
     time: str | None = None,
 ) -> Rewards:
-    """Return the plan of one source, or several by label, with the arguments of `prepare_rewards`."""
+    """Return the plan of one dataset, or the plans of several by label. Arguments as for `prepare_rewards`."""
     plans = {
         label: prepare_rewards(reward, source, completion, apart=apart, opened=opened, time=time)
         for label, reward, source in sources
@@ -133,34 +131,34 @@ def _known_name(name: str) -> str:
     if is_reference(name):
         path, function = split_reference(name)
         return f"{path}:{function}"
-    known = (*BUILT_IN, *(plugin_names("rlctl.rewards") if name not in BUILT_IN else ()))
-    if name in known:
+    names = (*BUILT_IN, *(plugin_names("rlctl.rewards") if name not in BUILT_IN else ()))
+    if name in names:
         return name
-    hint = suggest(name, known) or f"Rewards are {', '.join(known)}, model:DIR and path/to/file.py:function."
+    hint = suggest(name, names) or f"Rewards are {', '.join(names)}, model:DIR and path/to/file.py:function."
     raise InputError(f"Unknown reward {name!r} (--reward).", hint)
 
 
 def _checked_name(name: str, source: PromptSource) -> str:
-    """Return the name as the scoring process understands it, if it fits the data."""
+    """Return the name for the scoring process. Raises InputError if the scorer does not fit the data."""
     if name not in BUILT_IN:
         return _known_name(name)
     if name == "task" and source.task is None:
-        why = f"Reward 'task' is the scorer of a reasoning-gym task, and {source.label} is none."
-        raise InputError(why, "Use exact-match, math-verify or path/to/file.py:function.")
+        problem = f"Reward 'task' is the scorer of a reasoning-gym task, and {source.label} is none."
+        raise InputError(problem, "Use exact-match, math-verify or path/to/file.py:function.")
     if name == "ifeval" and len(source) and not {"instruction_id_list", "kwargs"} <= source[0].fields.keys():
-        why = f"Reward 'ifeval' judges by `instruction_id_list` and `kwargs`, which {source[0].where} lacks."
-        raise InputError(why, "Use data with the fields of google/IFEval.")
+        problem = f"Reward 'ifeval' judges by `instruction_id_list` and `kwargs`, which {source[0].where} lacks."
+        raise InputError(problem, "Use data with the fields of google/IFEval.")
     if name in ("task", "ifeval", *OF_FORM):
         return name
     for index in range(source.checked):  # a comparison
         row = source[index]
         if row.answer is None:
-            told = "Name the one that holds it with --answer-field NAME." if index == 0 else "Leave the row out."
+            advice = "Name the one that holds it with --answer-field NAME." if index == 0 else "Leave the row out."
             usual = [field for field in USUAL_NAMES["--answer-field"] if field in row.fields]
-            meant = f"; `{usual[0]}` may be it" if usual else ""
-            there = f"Its other fields are {', '.join(row.fields)}{meant}." if row.fields else "It has no other fields."
-            why = f"Reward {name!r} compares with a reference answer, and {row.where} has none."
-            raise InputError(why, f"{there} {told}")
+            guess = f"; `{usual[0]}` may be it" if usual else ""
+            there = f"Its other fields are {', '.join(row.fields)}{guess}." if row.fields else "It has no other fields."
+            problem = f"Reward {name!r} compares with a reference answer, and {row.where} has none."
+            raise InputError(problem, f"{there} {advice}")
         if isinstance(row.answer, dict | list) and not (name == "bbox_giou" and isinstance(row.answer, list)):
             kind = "an object" if isinstance(row.answer, dict) else "a list"
             raise InputError(
@@ -171,20 +169,20 @@ def _checked_name(name: str, source: PromptSource) -> str:
 
 
 TRIED_S = 10.0
-"""Time after which no further reference answers are scored before a run."""
+"""Seconds after which no further reference answers are scored before a run."""
 ROWS_AT_ONCE = 128
 SHOWN_ROWS = 3
 LONG_TEXT = "It goes on and on, and there is no end. " * 500
 UNUSUAL = (("an empty text", ""), ("a text without numbers", "I do not know."), ("a long text", LONG_TEXT))
-"""Completions that models write, and that functions fail on which expect an answer."""
+"""Completions that models write. Functions that expect an answer fail on them."""
 
 
 def tried(plan: RewardPlan, source: PromptSource, completion: str | None = None) -> RewardPlan:
     """Return the plan with scores of the first row's answer and `completion`, and notes on rejected reference answers
     and constant functions. Raises InputError for a failing function."""
     row = source[0]
-    own = plan.reference(row.answer if row.answer is not None else "")
-    texts = [text for text in (own, completion) if text is not None]
+    reference = plan.reference(row.answer if row.answer is not None else "")
+    texts = [text for text in (reference, completion) if text is not None]
     rows = tuple(source[index] for index in range(min(2, len(source))))
     with _scoring(plan) as (score, process):
         trials = _trials(plan, row, texts, score)
@@ -196,13 +194,13 @@ def tried(plan: RewardPlan, source: PromptSource, completion: str | None = None)
 def tried_again(plan: RewardPlan) -> list[str]:
     """Repeat the trial of a tried plan on this machine; return how its outcome differs. Raises what `tried` raises."""
     with _scoring(plan) as (score, _):
-        trials = _trials(plan, plan.tried_rows[0], [one.completion for one in plan.trials], score)
+        trials = _trials(plan, plan.tried_rows[0], [trial.completion for trial in plan.trials], score)
         notes = [note.removeprefix("note: ") for note in _notes_of_functions(plan, plan.tried_rows, score)
                  if note not in plan.notes]  # fmt: skip
     for before, now in zip(plan.trials, trials, strict=True):
         for name, value in now.scores.items():
             if value != before.scores[name]:
-                gives, gave = ("no score" if one is None else f"{one:g}" for one in (value, before.scores[name]))
+                gives, gave = ("no score" if score is None else f"{score:g}" for score in (value, before.scores[name]))
                 shown = textwrap.shorten(repr(now.completion), 60, placeholder=" ...")
                 notes.append(f"{name} gives {gives} to {shown} ({now.where}), and gave {gave} where rlctl was started")
     return notes
@@ -223,7 +221,7 @@ Scoring = Callable[[list[Work], OnError], list[Score]]
 
 @contextlib.contextmanager
 def _scoring(plan: RewardPlan) -> Iterator[tuple[Scoring, ScoringProcess | None]]:
-    """Give the block a function that scores, and its process; None where the scorers run no code of others."""
+    """Yield a function that scores, and its process; no process if all scorers are quick built-in ones."""
     if QUICK.issuperset(plan.scorers):
         scorers = plan.build()
 
@@ -232,7 +230,7 @@ def _scoring(plan: RewardPlan) -> Iterator[tuple[Scoring, ScoringProcess | None]
             for outcome in outcomes(work, plan, scorers):
                 if isinstance(outcome, RlctlError):
                     raise outcome
-                assert isinstance(outcome, Score)  # no limit of time was given
+                assert isinstance(outcome, Score)  # there is no time limit
                 scores.append(outcome)
             return scores
 
@@ -256,48 +254,49 @@ def _notes_of_references(plan: RewardPlan, source: PromptSource, score: Scoring)
     deadline, tried_rows = time.monotonic() + TRIED_S, 0
     batches = -(-len(rows) // ROWS_AT_ONCE)
     for first in range(batches):
-        batch = rows[first::batches]  # from everywhere in the data, where time allows only some
+        batch = rows[first::batches]  # spread over the data, since time may allow only some batches
         if tried_rows and time.monotonic() > deadline:
             break
         work = [Work(number, plan.reference(row.answer), row) for row in batch for number in judging]
-        for one, found in zip(work, score(work, "drop"), strict=True):
-            if found.value is not None and found.value < 1 and not (found.failure or "").startswith(LATE):
-                wrong[one.scorer].append((one.row, found))
+        for piece, result in zip(work, score(work, "drop"), strict=True):
+            if result.value is not None and result.value < 1 and not (result.failure or "").startswith(LATE):
+                wrong[piece.scorer].append((piece.row, result))
         tried_rows += len(batch)
-    of = f"{tried_rows:,} rows" if tried_rows == len(source) else f"{tried_rows:,} rows tried of {len(source):,}"
-    for number, found in wrong.items():
-        if found:
-            shown = sorted(found, key=lambda one: one[0].index)[:SHOWN_ROWS]
+    total = f"{tried_rows:,} rows" if tried_rows == len(source) else f"{tried_rows:,} rows tried of {len(source):,}"
+    for number, wrong_rows in wrong.items():
+        if wrong_rows:
+            shown = sorted(wrong_rows, key=lambda wrong_row: wrong_row[0].index)[:SHOWN_ROWS]
             yield (
-                f"note: {plan.scorers[number]} calls the reference answers of {len(found):,} of the {of} wrong, so "
-                f"these rows can never be right: {'; '.join(_shown(row, one) for row, one in shown)}"
-                f"{'; ...' if len(found) > len(shown) else ''}"
+                f"note: {plan.scorers[number]} calls the reference answers of {len(wrong_rows):,} of the "
+                f"{total} wrong, so these rows can never be right: "
+                f"{'; '.join(_shown(row, result) for row, result in shown)}"
+                f"{'; ...' if len(wrong_rows) > len(shown) else ''}"
             )
 
 
 def _shown(row: PromptRow, score: Score) -> str:
-    why = f" ({score.failure})" if score.failure else ""
-    return f"{row.where}, {textwrap.shorten(repr(row.answer), 60, placeholder=' ...')}, has {score.value:g}{why}"
+    failure = f" ({score.failure})" if score.failure else ""
+    return f"{row.where}, {textwrap.shorten(repr(row.answer), 60, placeholder=' ...')}, has {score.value:g}{failure}"
 
 
 def _notes_of_functions(plan: RewardPlan, rows: Sequence[PromptRow], score: Scoring) -> Iterator[str]:
     """Yield notes on user functions, called with a batch of model-like completions. Raises InputError for a failure
     unless `reward.on_error=zero`."""
-    own = [number for number, name in enumerate(plan.scorers) if name not in BUILT_IN and not name.startswith(MODEL)]
-    if not own:
+    functions = [n for n, name in enumerate(plan.scorers) if name not in BUILT_IN and not name.startswith(MODEL)]
+    if not functions:
         return
     batch = [(plan.reference("" if row.answer is None else row.answer), row) for row in rows]
     batch += [(text, rows[0]) for _, text in UNUSUAL]
-    for number in own:
+    for number in functions:
         try:
-            scores = score([Work(number, *one) for one in batch], "zero" if plan.on_error == "zero" else "stop")
+            scores = score([Work(number, *example) for example in batch], "zero" if plan.on_error == "zero" else "stop")
         except InputError as error:
             raise InputError(
                 f"{error.message} That was a trial before the run, with completions that models write.",
                 error.hint or "Let the function take them, or set reward.on_error=zero, which gives 0 there.",
             ) from error
-        label, values = plan.labels[number], [one.value for one in scores if one.value is not None]
-        if failed := [one.failure for one in scores if one.failure]:
+        label, values = plan.labels[number], [score.value for score in scores if score.value is not None]
+        if failed := [score.failure for score in scores if score.failure]:
             yield f"note: {label} fails on {len(failed)} of {len(batch)} trial completions: {failed[0]}"
         elif len(values) == len(batch) and len(set(values)) == 1:
             yield (

@@ -12,36 +12,35 @@ import numpy as np
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import resolve_model
+from rlctl.config.user_code import MODEL, UserCode, is_reference
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.texts import trained_texts
 from rlctl.errors import InputError
-from rlctl.isolation.user_function import UserCode, is_reference
 from rlctl.settings.data import DataConfig, ModelConfig
-from rlctl.settings.rewards import MODEL
 
 BATCH_TOKENS = 8192
-"""Most tokens of a batch with its padding, unless one text has more."""
+"""Maximum number of tokens of a batch with padding, unless one text has more."""
 
 
 def reward_model(name: str) -> Path:
     """Return the directory of a reward model `model:PATH`. Raises InputError if missing."""
-    found = resolve_model(name.removeprefix(MODEL))
-    if found.megatron is not None:
+    model = resolve_model(name.removeprefix(MODEL))
+    if model.megatron is not None:
         raise InputError(
-            f"Reward {name!r} is a run or a checkpoint, and a reward model is scored with as transformers loads it.",
+            f"Reward {name!r} is a run or a checkpoint, and reward models are loaded with transformers.",
             f"Export it: rlctl convert megatron-to-hf {name.removeprefix(MODEL)} DIR, and name model:DIR.",
         )
-    config = read_config(found.directory)
+    config = read_config(model.directory)
     labels = len(config["id2label"]) if "id2label" in config else config.get("num_labels", 2)
     classes = config.get("architectures") or [""]
     if not classes[0].endswith("ForSequenceClassification") or labels != 1:
         what = f"a {classes[0]} with {labels} labels" if classes[0].endswith("Classification") else classes[0]
         raise InputError(
-            f"Reward {name!r}: {found.directory} is not a reward model, but {what or 'a model without a class'}.",
+            f"Reward {name!r}: {model.directory} is not a reward model, but {what or 'a model without a class'}.",
             "A reward model is a ...ForSequenceClassification with one label; `rlctl train rm` makes one.",
         )
-    return found.directory.absolute()
+    return model.directory.absolute()
 
 
 class ModelTexts:
@@ -57,9 +56,9 @@ class ModelTexts:
         self._limit = int(limit or 2**31)
 
     def tokens(self, completion: str, row: PromptRow) -> np.ndarray:
-        """Return a text's tokens. Raises InputError where it cannot be written or is too long."""
-        asked = PromptRow(row.index, row.where, row.prompt, (completion,), row.fields)
-        tokens_T = trained_texts(self._encoder, asked, scored=True)[0].tokens_T
+        """Return a text's tokens. Raises InputError for a text that is too long or that the template refuses."""
+        answered = PromptRow(row.index, row.where, row.prompt, (completion,), row.fields)
+        tokens_T = trained_texts(self._encoder, answered, scored=True)[0].tokens_T
         if len(tokens_T) > self._limit:
             raise InputError(
                 f"{row.where}: prompt and completion have {len(tokens_T):,} tokens, and the reward model takes "
@@ -84,7 +83,7 @@ class ModelScorer:
         import torch
 
         texts = [self._texts.tokens(text, row) for text, row in zip(completions, rows, strict=True)]
-        found: list[float | None] = [None] * len(texts)
+        scores: list[float | None] = [None] * len(texts)
         padding = self._model.config.pad_token_id
         with torch.no_grad():
             for batch in _batches([len(text) for text in texts], 1 if padding is None else len(texts)):
@@ -96,8 +95,8 @@ class ModelScorer:
                     seen[place, : len(texts[index])] = 1
                 logits = self._model(input_ids=tokens, attention_mask=seen).logits
                 for index, value in zip(batch, logits[:, 0].tolist(), strict=True):
-                    found[index] = value
-        return found
+                    scores[index] = value
+        return scores
 
 
 def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from rlctl.config.user_code import MODEL
 from rlctl.data.prompt_rows import GymTask, PromptRow, answer_text
-from rlctl.isolation.user_function import user_scorer
 from rlctl.rewards.extraction import ANSWER, DESCRIPTION, TAG, Extraction, extract, written_as
 from rlctl.rewards.reward_model_scorer import ModelScorer
 from rlctl.rewards.scorers import (
@@ -25,15 +25,16 @@ from rlctl.rewards.scorers import (
     TaskScorer,
 )
 from rlctl.rewards.tag_scorers import TAG_SCORERS
-from rlctl.settings.rewards import MODEL, OnError, RewardTerm
+from rlctl.rewards.user_function import user_scorer
+from rlctl.settings.rewards import OnError, RewardTerm
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The scores of one completion, given before a run begins."""
+    """The scores of one completion, from before a run."""
 
     where: str
-    """The row of the prompt."""
+    """The location of the prompt's row."""
     completion: str
     scores: dict[str, float | None]
     """By scorer; None: it does not apply."""
@@ -56,9 +57,9 @@ class RewardPlan:
     notes: tuple[str, ...] = ()
     """Notes for the user before the run."""
     trials: tuple[Trial, ...] = ()
-    """The first row's reference answer, and the completion that the user gave if there is one."""
+    """Trials of the first row's reference answer and of the user's completion, if any."""
     on_error: OnError = "drop"
-    """Reaction to a function of the user's that fails on a completion."""
+    """Reaction to a user function that fails on a completion."""
     opened: bool = False
     """Whether prompts open a thought, so answers follow its end."""
     time: str | None = None
@@ -66,7 +67,7 @@ class RewardPlan:
     compares: bool = False
     """Whether a function takes `completions`, so that its scores depend on the other completions of the call."""
     variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Environment variables of the user's functions."""
+    """Environment variables of user functions."""
     tried_rows: tuple[PromptRow, ...] = field(default=(), repr=False, compare=False)
     """The rows of the trial, for another machine to repeat it."""
 
@@ -76,16 +77,16 @@ class RewardPlan:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the scorers in metrics: a function's own, with its file or path only to tell two apart."""
+        """The names of the scorers in metrics: a function's name, with its file or path only if two share a name."""
         forms = [
             (name.rpartition("/" if name.startswith(MODEL) else ":")[2], name.rpartition("/")[2], name)
             for name in self.scorers
         ]
         counts = [Counter(column) for column in zip(*forms, strict=True)]
-        return tuple(next(one for one, count in zip(form, counts, strict=True) if count[one] == 1) for form in forms)
+        return tuple(next(name for name, count in zip(form, counts, strict=True) if count[name] == 1) for form in forms)
 
     def right(self, score: float | None) -> bool:
-        """Return whether a score of `accuracy_by` is that of a right answer."""
+        """Return whether a score of `accuracy_by` means a right answer."""
         above = RIGHT_ABOVE.get(self.accuracy_by or "")
         return score is not None and (score >= 1.0 if above is None else score > above)
 
@@ -93,17 +94,17 @@ class RewardPlan:
         """Return whether each completion has a readable (or right) answer; None without a reference scorer."""
         if self.accuracy_by in (None, "ifeval"):
             return None
-        right = [False] * len(completions) if accuracies is None else [one >= 1.0 for one in accuracies]
-        return tuple(so or self._answers(text) for so, text in zip(right, completions, strict=True))
+        right = [False] * len(completions) if accuracies is None else [accuracy >= 1.0 for accuracy in accuracies]
+        return tuple(is_right or self._answers(text) for is_right, text in zip(right, completions, strict=True))
 
     def _answers(self, completion: str) -> bool:
         if self.accuracy_by == "geo3k":
             return extract(completion, "boxed") is not None
         if self.accuracy_by in BY_THEMSELVES:
             return bool((ANSWER if self.accuracy_by == "dapo-math" else TAG).search(completion))
-        own: tuple[Extraction, ...] = ("boxed", "answer-tag", "last-number")
-        by_itself = self.accuracy_by == "math-verify" and self.extraction_reason is not None
-        ways = own if by_itself else (self.extraction,)
+        ways: tuple[Extraction, ...] = (self.extraction,)
+        if self.accuracy_by == "math-verify" and self.extraction_reason is not None:
+            ways = ("boxed", "answer-tag", "last-number")
         return any(extract(completion, way, opened=self.opened) is not None for way in ways)
 
     def of(self, source: str) -> RewardPlan:
@@ -115,7 +116,9 @@ class RewardPlan:
 
     def build(self) -> list[Scorer | BatchScorer]:
         """Return the scorers in the order of `scorers`, importing their libraries."""
-        chosen = self.extraction if self.extraction_reason is None else None  # math-verify keeps to the user's own
+        chosen = (
+            self.extraction if self.extraction_reason is None else None
+        )  # math-verify follows only the user's choice
         made: dict[str, Callable[..., Scorer]] = {
             **TAG_SCORERS,
             "task": lambda: TaskScorer(cast(GymTask, self.task), self.extraction, opened=self.opened),
@@ -136,9 +139,9 @@ class RewardPlan:
         return [made[term.name](**term.params) if term.name in made else other(term.name) for term in self.terms]
 
     def describe(self) -> list[str]:
-        given = (", ".join(f"{name}={value}" for name, value in term.params.items()) for term in self.terms)
-        called = [f"{term.name}({own})" if own else term.name for term, own in zip(self.terms, given, strict=True)]
-        weighted = zip(self.terms, called, strict=True)
+        params = (", ".join(f"{name}={value}" for name, value in term.params.items()) for term in self.terms)
+        calls = [f"{term.name}({args})" if args else term.name for term, args in zip(self.terms, params, strict=True)]
+        weighted = zip(self.terms, calls, strict=True)
         terms = " + ".join(name if term.weight == 1 else f"{term.weight:g} x {name}" for term, name in weighted)
         reason = self.extraction_reason or "reward.extract"
         accuracy = f"accuracy: {self.accuracy_by or 'none, no reward compares with an answer'}"
@@ -147,7 +150,7 @@ class RewardPlan:
 
 @dataclass(frozen=True)
 class MixedRewards:
-    """The rewards of a run with several sources of prompts, by the label of the source."""
+    """The rewards of a run with several prompt datasets, by dataset label."""
 
     plans: dict[str, RewardPlan]
 

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from rlctl.config.user_code import MODEL
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.errors import InputError
-from rlctl.isolation.user_function import LARGEST_REWARD, TURNS
 from rlctl.rewards.prepare_rewards import tried_again
 from rlctl.rewards.reward_model_scorer import ModelTexts
 from rlctl.rewards.reward_plan import MixedRewards, RewardPlan, Rewards
 from rlctl.rewards.scoring_process import Score, ScoringProcess, Work, at_once
-from rlctl.settings.rewards import MODEL, RewardTerm
+from rlctl.rewards.user_function import LARGEST_REWARD, TURNS
+from rlctl.settings.rewards import RewardTerm
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class ScoreRequest:
     texts: object
     """Handle of the completions, `list[str]` of length G."""
     turns: object | None = None
-    """Handle of the episodes turn by turn, `list[list[Turn]]` of length G; None: they have one turn."""
+    """Handle of the episodes' turns, `list[list[Turn]]` of length G; None: one turn each."""
 
 
 @dataclass(frozen=True)
@@ -40,55 +41,55 @@ class GroupScores:
     """Scores of one group, rollout by rollout."""
 
     rewards: tuple[float | None, ...]
-    """None where a function of the user's failed and the rollout is to be dropped."""
+    """None: a user function failed, and the rollout is dropped."""
     accuracies: tuple[float, ...] | None
     """1 if the reference scorer accepts the completion, else 0; None without such a scorer."""
     terms: dict[str, tuple[float | None, ...]]
-    """Score of each reward term before its weight, by its label; None where it does not apply."""
+    """Unweighted score of each reward term, by label; None: it does not apply."""
     failures: int = 0
-    """Completions on which a scorer failed, and which count as wrong for it or are dropped."""
+    """Completions on which a scorer failed. They count as wrong for it or are dropped."""
     dropped: tuple[str, ...] = ()
-    """Why the user's function failed on each rollout that is to be dropped."""
+    """The error of a user function on each dropped rollout."""
     answered: tuple[bool, ...] | None = None
     """Whether the reference scorer can read an answer; None without such a scorer."""
 
 
 @dataclass(frozen=True)
 class WrittenGroup:
-    """The texts of one group as a reward model reads them. Its score stands at one more token at the end."""
+    """The texts of one group for a reward model. One more token at the end of each holds its score."""
 
     prompt_tokens: int
-    """Tokens that all texts begin with."""
+    """Length of the prefix that all texts share."""
     tokens: tuple[int | str, ...]
-    """The tokens of each, or why it cannot be read."""
+    """The number of tokens of each text, or why it cannot be written."""
 
 
 class RewardWorker:
     """Scores completions where they are fetched, so that texts do not pass through the driver."""
 
     def __init__(self, plan: Rewards, fetch: Callable[[object], list[Any]], *, apart: bool = False) -> None:
-        """`fetch` turns a handle of texts into the texts. `apart`: the scores of a reward model are given."""
+        """`fetch` returns the texts of a handle. `apart`: a reward model's scores come from its own worker."""
         self._fetch = fetch
         self._plans = plan.plans if isinstance(plan, MixedRewards) else {"": plan}
         self._processes: dict[str, ScoringProcess] = {}
         self._models: dict[str, str] = {}
-        """By source, the reward model whose scores are given."""
+        """By dataset, the reward model whose scores come from its own worker."""
         self._texts: ModelTexts | None = None
-        for source, one in self._plans.items():
-            own = tuple(term for term in one.terms if not (apart and term.name.startswith(MODEL)))
-            if own:
-                self._processes[source] = ScoringProcess(replace(one, terms=own))
-            if model := next((term.name for term in one.terms if term not in own), None):
-                self._models[source] = model
+        for dataset, dataset_plan in self._plans.items():
+            terms = tuple(term for term in dataset_plan.terms if not (apart and term.name.startswith(MODEL)))
+            if terms:
+                self._processes[dataset] = ScoringProcess(replace(dataset_plan, terms=terms))
+            if model := next((term.name for term in dataset_plan.terms if term not in terms), None):
+                self._models[dataset] = model
         self._logged: set[str] = set()
 
     def setup(self) -> None:
-        """Starts the scorers, so that the first step does not wait for their imports."""
+        """Start the scorers, so that the first step does not wait for their imports."""
         for process in self._processes.values():
             process.start()
         if self._models:
-            source, model = next(iter(self._models.items()))  # a run has one
-            self._texts = ModelTexts(model, self._plans[source].time)
+            dataset, model = next(iter(self._models.items()))  # a run has one reward model
+            self._texts = ModelTexts(model, self._plans[dataset].time)
 
     def try_again(self) -> list[str]:
         """Repeat the trial of the rewards on this machine, which may lack files, packages and programs of the driver's;
@@ -98,18 +99,18 @@ class RewardWorker:
 
     def write(self, requests: Sequence[ScoreRequest]) -> tuple[list[WrittenGroup], list[RolloutColumns]]:
         written, columns = [], []
-        for one in requests:
-            found: list[np.ndarray | str] = []
-            for text in self._fetch(one.texts) if one.row.source in self._models else ():
-                assert self._texts is not None  # `setup` came before
+        for request in requests:
+            encoded: list[np.ndarray | str] = []
+            for text in self._fetch(request.texts) if request.row.source in self._models else ():
+                assert self._texts is not None  # `setup` made it
                 try:
-                    found.append(self._texts.tokens(text, one.row))
+                    encoded.append(self._texts.tokens(text, request.row))
                 except InputError as error:
-                    found.append(str(error))
-            texts = [text if isinstance(text, np.ndarray) else np.zeros(0, np.int32) for text in found]
+                    encoded.append(str(error))
+            texts = [text if isinstance(text, np.ndarray) else np.zeros(0, np.int32) for text in encoded]
             columns.append(text_columns(texts))
             shared = common_prefix([text for text in texts if len(text)])
-            counts = (len(text) + 1 if isinstance(text, np.ndarray) else text for text in found)
+            counts = (len(text) + 1 if isinstance(text, np.ndarray) else text for text in encoded)
             written.append(WrittenGroup(shared, tuple(counts)))
         return written, columns
 
@@ -118,29 +119,30 @@ class RewardWorker:
     ) -> list[GroupScores]:
         """Return scores by group in the order of `requests`; errors as in `ScoringProcess.score`. `given`: the reward
         model's values, or why a text is unreadable."""
-        found: dict[int, GroupScores] = {}
+        results: dict[int, GroupScores] = {}
 
-        def score_source(source: str, plan: RewardPlan) -> None:
-            process, model = self._processes.get(source), self._models.get(source)
-            own = process.plan.scorers if process is not None else ()
-            texts = {i: self._fetch(one.texts) for i, one in enumerate(requests) if one.row.source == source}
+        def score_dataset(dataset: str, plan: RewardPlan) -> None:
+            process, model = self._processes.get(dataset), self._models.get(dataset)
+            scorers = process.plan.scorers if process is not None else ()
+            of_dataset = {i: request for i, request in enumerate(requests) if request.row.source == dataset}
+            texts = {i: self._fetch(request.texts) for i, request in of_dataset.items()}
             rows = {i: self._rows(requests[i], len(group)) for i, group in texts.items()}
             work = [
                 Work(scorer, text, row)
                 for i, group in texts.items()
-                for scorer in range(len(own))
+                for scorer in range(len(scorers))
                 for text, row in zip(group, rows[i], strict=True)
             ]
             scores = iter(process.score(work) if process is not None and work else ())
             for i, group in texts.items():
-                by_scorer = {name: list(islice(scores, len(group))) for name in own}
+                by_scorer = {name: list(islice(scores, len(group))) for name in scorers}
                 if model is not None and given is not None:
                     by_scorer[model] = [_given(plan, value) for value in given[i]]
                 in_order = [by_scorer[name] for name in plan.scorers]
-                found[i] = self._group_scores(plan, requests[i], group, in_order)
+                results[i] = self._group_scores(plan, requests[i], group, in_order)
 
-        at_once([partial(score_source, source, plan) for source, plan in self._plans.items()])
-        return [found[i] for i in range(len(requests))]
+        at_once([partial(score_dataset, dataset, plan) for dataset, plan in self._plans.items()])
+        return [results[i] for i in range(len(requests))]
 
     def _rows(self, request: ScoreRequest, rollouts: int) -> list[PromptRow]:
         if request.turns is None:
@@ -160,7 +162,7 @@ class RewardWorker:
                 self._logged.add(name)
                 log.warning("scorer %s failed on a completion of %s: %s", name, request.row.where, failures[0])
         lost = [
-            next((one.failure for one in scores if one.failure is not None and one.value is None), None)
+            next((score.failure for score in scores if score.failure is not None and score.value is None), None)
             for scores in zip(*scores_by_scorer, strict=True)
         ]
         rollouts = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
@@ -168,8 +170,8 @@ class RewardWorker:
         accuracies = None if scored is None else tuple(float(plan.right(value)) for value in scored)
         return GroupScores(
             rewards=tuple(
-                None if why else weighted_sum(plan.terms, scores, request.row)
-                for scores, why in zip(rollouts, lost, strict=True)
+                None if failure else weighted_sum(plan.terms, scores, request.row)
+                for scores, failure in zip(rollouts, lost, strict=True)
             ),
             accuracies=accuracies,
             terms=dict(zip(plan.labels, values.values(), strict=True)),
@@ -201,7 +203,7 @@ def common_prefix(texts: Sequence[np.ndarray]) -> int:
 
 
 def text_columns(texts: Sequence[np.ndarray]) -> RolloutColumns:
-    """Return the columns of texts, each with its last token once more, at which its score stands."""
+    """Return the columns of texts. The last token of each is repeated, to hold its score."""
     longer = [np.append(text, text[-1:]).astype(np.int32) for text in texts]
     tokens_T = np.concatenate([*longer, np.zeros(0, np.int32)])
     offsets_G = np.cumsum([0, *map(len, longer)]).astype(np.int32)
@@ -212,7 +214,7 @@ def text_columns(texts: Sequence[np.ndarray]) -> RolloutColumns:
 
 
 def weighted_sum(terms: Sequence[RewardTerm], scores: Mapping[str, float | None], row: PromptRow) -> float:
-    """Return the weighted sum of the terms that apply. Raises InputError where none does, or it is too large."""
+    """Return the weighted sum of the terms that apply. Raises InputError if none applies or the sum is too large."""
     applying = [(term, value) for term in terms if (value := scores[term.name]) is not None]
     if not applying:
         raise InputError(

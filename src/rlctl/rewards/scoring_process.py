@@ -1,8 +1,7 @@
-"""Scoring processes: time limits, restarts, and errors with scorer and row.
+"""Scoring in child processes, with time limits, restarts, and errors that name scorer and row.
 
-Completions come from the model, so scorers can hang, crash or exhaust memory, and user functions can do anything.
-Supervisors (`isolation/supervisor.py`) end everything they start. User functions have one process; built-in scorers
-another, and more under load, so slow expressions delay no others.
+Completions come from the model, so scorers can hang, crash or exhaust memory, and user functions can do anything. User
+functions have one process. Built-in scorers have another, and more under load, so a slow expression delays no others.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from multiprocessing.connection import Connection
 
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
-from rlctl.isolation.child_process import ChildProcess, begun
-from rlctl.isolation.user_function import NoListError, UserBatchScorer
+from rlctl.processes.child import EndedError, Server
 from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.rewards.scorers import BUILT_IN, CALL_SHARE, BatchScorer, Scorer
+from rlctl.rewards.user_function import NoListError, UserBatchScorer
 
 QUICK_S, SLOW_S = 0.5, 5.0
-"""CPU time of a built-in scorer for one completion: at first, and once all others have their scores."""
+"""CPU seconds of a built-in scorer for one completion: in the first pass, and once all others have scores."""
 BUILT_IN_LIMIT_S = 10.0
 """Time limit of a built-in scorer's process: a parser stuck on `9**9**9` cannot be interrupted. The completion counts
 as wrong."""
 MOST_PROCESSES = 8
 WORK_A_PROCESS, WORK_A_MESSAGE = 64, 16
-"""Completions for which a further process is started, and those that a process is sent at once."""
+"""Completions for each further process, and completions in one message to a process."""
 LATE = "not scored within reward.timeout_s"
 """Start of the message for a completion without time left in its step."""
 SHOWN_CHARACTERS = 300
 """Characters of a completion in an error message."""
-SHORT_OF_MEMORY = "Where nothing in it sends signal 9 (SIGKILL), the kernel does so when memory is short (`dmesg`)."
+SHORT_OF_MEMORY = "If it does not send itself signal 9 (SIGKILL), the kernel may have, for lack of memory (`dmesg`)."
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Score:
-    """The answer of a scorer; None where it does not apply, or failed and the rollout is to be dropped."""
+    """The answer of a scorer. None: it does not apply, or it failed and the rollout is dropped."""
 
     value: float | None
     failure: str | None = None
@@ -60,91 +59,82 @@ class Score:
 
 @dataclass(frozen=True)
 class Slow:
-    """The answer of a built-in scorer that has used up its time."""
+    """The answer of a built-in scorer that used up its time."""
 
 
 Outcome = Score | Slow | RlctlError
 
 
 class _SlowError(BaseException):  # parsers catch each Exception
-    """A built-in scorer has used up its time."""
-
-
-class _EndedError(Exception):
-    """The process with the scorers has ended."""
+    """A built-in scorer used up its time."""
 
 
 class Lane:
-    """A child process with some of a plan's scorers. It is started again after it was ended."""
+    """A child process with some of a plan's scorers; it starts again after its end."""
 
     def __init__(self, plan: RewardPlan, scorers: Sequence[int]) -> None:
-        """`scorers` are the numbers of the plan's scorers that it has."""
+        """`scorers`: numbers of the plan's scorers."""
         self._plan = replace(plan, terms=tuple(plan.terms[number] for number in scorers))
         self._numbers = {number: place for place, number in enumerate(scorers)}
-        self._child = ChildProcess(__name__, f"the scorers ({', '.join(self._plan.scorers)})")
+        self.server = Server(serve, f"the scorers ({', '.join(self._plan.scorers)})")
         self.starting_s = 0.0
-        """Seconds of starts, which do not count for a step."""
+        """Seconds spent on starts, which do not count towards a step's limit."""
         self.together: frozenset[int] = frozenset()
         """Scorers that take all completions in one call."""
         self.compares = False
-        """Whether one of them may compare the completions."""
+        """Whether a scorer may compare completions."""
 
-    def start(self) -> Connection:
-        """Return the connection to the child, started if needed. Raises errors of building its scorers."""
-        if self._child.connection is not None:
-            return self._child.connection
-        begun_at = time.monotonic()
-        connection = self._child.start(self._plan, self._plan.variables)
-        places, self.compares = connection.recv()
-        self.together = frozenset(number for number, place in self._numbers.items() if place in places)
-        self.starting_s += time.monotonic() - begun_at
-        return connection
+    def start(self) -> None:
+        """Start the child unless it runs. Raises errors of building its scorers."""
+        if self.server.connection is None:
+            begun_at = time.monotonic()
+            batched, self.compares = self.server.start(self._plan, self._plan.variables)
+            self.together = frozenset(number for number, place in self._numbers.items() if place in batched)
+            self.starting_s += time.monotonic() - begun_at
 
     def ask(self, work: Sequence[Work], limit_s: float | None) -> None:
         """Submit work with a CPU time limit each; `next` returns outcomes in order."""
-        asked = [replace(one, scorer=self._numbers[one.scorer]) for one in work]
+        self.start()
+        assert self.server.connection is not None
+        numbered = [replace(piece, scorer=self._numbers[piece.scorer]) for piece in work]
         with contextlib.suppress(ConnectionError):  # a dead child shows at the first receive
-            self.start().send((asked, limit_s))
+            self.server.connection.send((numbered, limit_s))
 
     def next(self, patience_s: float) -> Outcome:
-        """Return the next outcome. Raises TimeoutError (and ends the child), or _EndedError."""
-        connection = self.start()
+        """Return the next outcome. Raises TimeoutError (and ends the child), or EndedError."""
+        self.start()
         try:
-            if not connection.poll(max(0.0, patience_s)):
-                self.close()
-                raise TimeoutError
-            return connection.recv()
-        except (EOFError, ConnectionError) as error:
-            raise _EndedError(self._child.ending()) from error
-
-    def close(self) -> None:
-        """End the child and everything it started; may be repeated."""
-        self._child.close()
+            return self.server.receive(patience_s)
+        except TimeoutError:
+            self.server.close()
+            raise
 
 
 class ScoringProcess:
-    """Scores in child processes, which are started again after a scorer hung or crashed on a completion."""
+    """Scores completions in lanes; a lane starts again after a scorer hung or crashed."""
 
     def __init__(self, plan: RewardPlan) -> None:
         self.plan = plan
-        built_in, own = ([n for n, name in enumerate(plan.scorers) if (name in BUILT_IN) == so] for so in (True, False))
-        most = min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if built_in else 0
-        self._built_in = [Lane(plan, built_in) for _ in range(most)]
-        self._own = Lane(plan, own) if own else None
+        built_in = [number for number, name in enumerate(plan.scorers) if name in BUILT_IN]
+        functions = [number for number, name in enumerate(plan.scorers) if name not in BUILT_IN]
+        processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if built_in else 0
+        self._built_in = [Lane(plan, built_in) for _ in range(processes)]
+        self._functions = Lane(plan, functions) if functions else None
         self._lock = threading.Lock()
 
     @property
     def compares(self) -> bool:
-        """Whether a function takes `completions`; known once it has started."""
-        return self._own is not None and self._own.compares
+        """Whether a function takes `completions`; False before the start."""
+        return self._functions is not None and self._functions.compares
 
     @property
     def lanes(self) -> list[Lane]:
-        return [*self._built_in, *([self._own] if self._own else [])]
+        return [*self._built_in, *([self._functions] if self._functions else [])]
 
     def start(self) -> None:
-        """Start one process of each kind and wait until they have their scorers. Raises what building them raised."""
-        at_once([lane.start for lane in (*self._built_in[:1], *([self._own] if self._own else []))])
+        """Start one process of each kind and wait for it. Raises errors of building its scorers."""
+        lanes = [*self._built_in[:1], *([self._functions] if self._functions else [])]
+        at_once([lane.start for lane in lanes])
 
     def score(self, work: list[Work]) -> list[Score]:
         """Return one Score per piece of work, in order, within the time limit.
@@ -154,13 +144,10 @@ class ScoringProcess:
         WaitTimeoutError for a batch function, WorkerError if a function kills the process.
         """
         scores: dict[int, Score] = {}
-        of = {so: [n for n, one in enumerate(work) if (self._name(one) in BUILT_IN) == so] for so in (True, False)}
-        tasks = []
-        if of[True]:
-            tasks.append(partial(self._score_built_in, work, of[True], scores))
-        if of[False]:
-            tasks.append(partial(self._score_own, work, of[False], scores))
-        at_once(tasks)
+        built_in = [number for number, piece in enumerate(work) if self._name(piece) in BUILT_IN]
+        functions = [number for number, piece in enumerate(work) if self._name(piece) not in BUILT_IN]
+        halves = ((self._score_built_in, built_in), (self._score_functions, functions))
+        at_once([partial(score, work, numbers, scores) for score, numbers in halves if numbers])
         return [scores[number] for number in range(len(work))]
 
     def _name(self, work: Work) -> str:
@@ -169,7 +156,7 @@ class ScoringProcess:
     # Built-in scorers
 
     def _score_built_in(self, work: list[Work], numbers: list[int], scores: dict[int, Score]) -> None:
-        """Score with several processes: all completions for a short time each, and then the slow ones for longer."""
+        """Score in several processes: all completions with a short limit, then the slow ones with a longer limit."""
         deadline = time.monotonic() + self.plan.timeout_s
         for limit_s in (QUICK_S, SLOW_S):
             todo = deque(number for number in numbers if number not in scores)
@@ -185,12 +172,12 @@ class ScoringProcess:
     def _empty(
         self, lane: Lane, todo: deque[int], work: list[Work], scores: dict[int, Score], limit_s: float, deadline: float
     ) -> None:
-        """Score items of `todo` with one process, like others, until the deadline."""
+        """Score items of `todo`, which processes share, in one process until the deadline."""
         before_s, died_at = lane.starting_s, -1
-        most = WORK_A_MESSAGE if limit_s == QUICK_S else 1
+        batch = WORK_A_MESSAGE if limit_s == QUICK_S else 1
         while True:
             with self._lock:
-                mine = deque(todo.popleft() for _ in range(min(most, len(todo))))
+                mine = deque(todo.popleft() for _ in range(min(batch, len(todo))))
             if not mine:
                 return
             asked = False
@@ -200,7 +187,7 @@ class ScoringProcess:
                     asked = True
                 left_s = deadline + lane.starting_s - before_s - time.monotonic()
                 if left_s <= 0:
-                    lane.close()
+                    lane.server.close()
                     return
                 try:
                     outcome = lane.next(min(left_s, BUILT_IN_LIMIT_S))
@@ -208,7 +195,7 @@ class ScoringProcess:
                     if left_s < BUILT_IN_LIMIT_S:
                         return
                     outcome, asked = Score(0.0, f"no answer within {BUILT_IN_LIMIT_S:.0f} s"), False
-                except _EndedError as ended:
+                except EndedError as ended:
                     asked = False
                     if died_at != mine[0]:
                         died_at = mine[0]
@@ -216,28 +203,28 @@ class ScoringProcess:
                     outcome = Score(0.0, f"the scoring process died ({ended})")
                 number = mine.popleft()
                 if isinstance(outcome, RlctlError):
-                    lane.close()
+                    lane.server.close()
                     raise outcome
                 if isinstance(outcome, Score):
                     scores[number] = outcome
                 elif limit_s == SLOW_S:
                     scores[number] = Score(0.0, f"no answer within {SLOW_S:.0f} s")
 
-    # The user's functions
+    # User functions
 
-    def _score_own(self, work: list[Work], numbers: list[int], scores: dict[int, Score]) -> None:
-        assert self._own is not None  # there is work for it
-        lane, stops = self._own, self.plan.on_error == "stop"
+    def _score_functions(self, work: list[Work], numbers: list[int], scores: dict[int, Score]) -> None:
+        assert self._functions is not None  # there is work for it
+        lane, stops = self._functions, self.plan.on_error == "stop"
         lane.start()
         before_s, deadline = lane.starting_s, time.monotonic() + self.plan.timeout_s
-        # Functions of many completions come first: where another one hangs, they are not called again.
+        # Batch functions come first: if a later function hangs and its process restarts, they are not called again.
         todo, asked = deque(sorted(numbers, key=lambda number: work[number].scorer not in lane.together)), False
         while todo:
-            number, one, done = todo[0], work[todo[0]], len(numbers) - len(todo)
+            number, piece, done = todo[0], work[todo[0]], len(numbers) - len(todo)
             left_s = deadline + lane.starting_s - before_s - time.monotonic()
-            whole = stops or one.scorer in lane.together
+            whole = stops or piece.scorer in lane.together
             if left_s <= 0 and not whole:
-                lane.close()
+                lane.server.close()
                 scores.update({late: self._failed(self._out_of_time(work[late], done, len(numbers))) for late in todo})
                 return
             if not asked:
@@ -246,21 +233,21 @@ class ScoringProcess:
             try:
                 outcome = lane.next(left_s if whole else CALL_SHARE * left_s)
             except TimeoutError:
-                late = self._out_of_time(one, done, len(numbers))
+                late = self._out_of_time(piece, done, len(numbers))
                 if whole:
                     raise late from None
                 outcome, asked = self._failed(late), False
-            except _EndedError as ended:
+            except EndedError as ended:
                 memory = f" {SHORT_OF_MEMORY}" if str(ended) == "signal 9" else ""
                 raise WorkerError(
-                    f"Reward function {self._name(one)} ended its process ({ended}) while scoring {one.row.where}, "
+                    f"Reward function {self._name(piece)} ended its process ({ended}) while scoring {piece.row.where}, "
                     f"with {done} of {len(numbers)} scores done.",
                     f"Its output is above, or in the log of the reward worker.{memory}",
                 ) from ended
             if isinstance(outcome, InputError) and not stops:
                 outcome = self._failed(outcome)
             if isinstance(outcome, RlctlError):
-                lane.close()
+                lane.server.close()
                 raise outcome
             assert isinstance(outcome, Score)  # only built-in scorers have a limit of CPU time
             scores[number] = outcome
@@ -279,7 +266,7 @@ class ScoringProcess:
     def close(self) -> None:
         """End the children and everything they started; may be repeated."""
         for lane in self.lanes:
-            lane.close()
+            lane.server.close()
 
 
 def at_once(calls: Sequence[Callable[[], object]]) -> None:
@@ -289,24 +276,22 @@ def at_once(calls: Sequence[Callable[[], object]]) -> None:
     elif calls:
         with ThreadPoolExecutor(len(calls)) as threads:
             pending = [threads.submit(call) for call in calls]
-        for one in pending:
-            one.result()
+        for call in pending:
+            call.result()
 
 
-def main() -> None:
-    """Answer the plan with None, the batch scorers, and whether one compares completions; work with Outcomes; and user
-    errors with RlctlErrors."""
-    connection, plan, scorers = begun(RewardPlan.build)
-    together = [number for number, scorer in enumerate(scorers) if isinstance(scorer, BatchScorer)]
-    connection.send((together, any(isinstance(scorer, UserBatchScorer) for scorer in scorers)))
+def serve(connection: Connection, plan: RewardPlan) -> None:
+    """Send the numbers of the batch scorers and whether one compares completions; then answer work with Outcomes."""
+    scorers = plan.build()
+    batched = [number for number, scorer in enumerate(scorers) if isinstance(scorer, BatchScorer)]
+    connection.send((batched, any(isinstance(scorer, UserBatchScorer) for scorer in scorers)))
     process = os.getpid()
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent has what it wanted, and is gone
-        while True:
-            todo, limit_s = connection.recv()
-            for outcome in outcomes(todo, plan, scorers, limit_s):
-                if os.getpid() != process:
-                    os._exit(0)  # a function has forked, and its copy has come back from it too
-                connection.send(outcome)
+    while True:
+        work, limit_s = connection.recv()
+        for outcome in outcomes(work, plan, scorers, limit_s):
+            if os.getpid() != process:
+                os._exit(0)  # a function forked, and this is its copy
+            connection.send(outcome)
 
 
 def outcomes(
@@ -319,7 +304,9 @@ def outcomes(
         name, scorer = plan.scorers[work.scorer], scorers[work.scorer]
         if isinstance(scorer, BatchScorer):
             if work.scorer not in together:
-                together[work.scorer] = _score_together(scorer, [one for one in todo if one.scorer == work.scorer])
+                together[work.scorer] = _score_together(
+                    scorer, [other for other in todo if other.scorer == work.scorer]
+                )
             yield next(together[work.scorer])
             continue
         try:
@@ -332,14 +319,14 @@ def outcomes(
         except RlctlError as error:
             yield _naming_completion(error, work)
         except Exception as error:
-            # A parser that trips over what a model wrote has found it not to be right. It is counted and logged.
+            # A parser that fails on a completion judges it wrong. The failure is counted and logged.
             if name not in BUILT_IN:
                 raise
             yield Score(0.0, f"{type(error).__name__}: {error}")
 
 
 def _within(limit_s: float, scorer: Scorer, work: Work) -> float:
-    """Return the score. Raises _SlowError after that much CPU time."""
+    """Return the score. Raises _SlowError after `limit_s` of CPU time."""
 
     def stop(number: int, frame: object) -> None:
         raise _SlowError
@@ -354,8 +341,8 @@ def _within(limit_s: float, scorer: Scorer, work: Work) -> float:
 
 def _score_together(scorer: BatchScorer, work: Sequence[Work]) -> Iterator[Score | RlctlError]:
     try:
-        values = scorer.score_all([one.completion for one in work], [one.row for one in work])
-    except NoListError as error:  # no completion's fault
+        values = scorer.score_all([piece.completion for piece in work], [piece.row for piece in work])
+    except NoListError as error:  # no completion is the cause
         yield from (error for _ in work)
         return
     except RlctlError as error:
@@ -366,8 +353,8 @@ def _score_together(scorer: BatchScorer, work: Sequence[Work]) -> Iterator[Score
         yield from _score_together(scorer, work[:middle])
         yield from _score_together(scorer, work[middle:])
         return
-    for value, one in zip(values, work, strict=True):
-        yield _naming_completion(value, one) if isinstance(value, RlctlError) else Score(value)
+    for value, piece in zip(values, work, strict=True):
+        yield _naming_completion(value, piece) if isinstance(value, RlctlError) else Score(value)
 
 
 def _naming_completion(error: RlctlError, work: Work) -> RlctlError:

@@ -1,7 +1,7 @@
-"""Episodes of several turns between model and environment, until one of them or a limit ends it.
+"""Episodes of several turns between model and environment.
 
-prompt, reset -> [ model's turn -> step -> reply ] ... -> close. Everything is tokens (`data/turns.py`). An
-environment's failure costs its episode, which is first played again with the same seeds.
+prompt, reset -> [ model's turn -> step -> reply ] ... -> close. Everything is tokens (`data/turns.py`). An episode
+whose environment fails is played again with the same seeds, and then counts as failed.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from rlctl.settings.rewards import EnvironmentConfig
 OPENING_TOKENS = 8
 """Tokens at the end of a context that can spell `<think>`."""
 PAUSE_S = 1.0
-"""Before an episode is played again: where the process of all environments has died, that shows in milliseconds."""
+"""Before an episode is played again. The death of the environments' process shows within milliseconds."""
 ENDS_TURN = ("abort", "timeout")
-"""Ends of the model's turn that end the episode."""
+"""Stop reasons of a turn that end the episode."""
 
 
 @dataclass(frozen=True)
 class EnvironmentEpisodes:
-    """How episodes with an environment go. It is plain data until an engine begins it."""
+    """Settings of a run's episodes with an environment. In an engine's process, `started` returns their player."""
 
     plan: EnvironmentPlan
     turns: TurnEncoder
     limits: EnvironmentConfig
     opening: Reply
-    """The environment's reply to the first row, by which prompts are measured before a run."""
+    """The environment's reply to the first row. It stands for all replies when prompts are measured before a run."""
     notes: tuple[str, ...]
     """Notes for the user before the run."""
     max_length: int = 0
-    """Most tokens of an episode."""
+    """Maximum number of tokens of an episode."""
     example: str = ""
-    """A call as the model is to write it; empty: without tools, or unknown."""
+    """A tool call in the template's form; empty: no tools, or an unknown form."""
 
     @classmethod
     def open(cls, config: RolloutConfig, encoder: PromptEncoder, row: PromptRow) -> EnvironmentEpisodes | None:
-        """Play a trial episode on a row; None without an environment. Raises InputError for its faults."""
+        """Play a trial episode on a row; None without an environment. Raises InputError if it fails."""
         if not config.environment.wanted:
             return None
         plan, limits = plan_environment(config.environment), config.environment
@@ -70,10 +70,10 @@ class EnvironmentEpisodes:
         except EpisodeFailedError as error:
             without_data = plan.name and not (config.data.name or config.data.sources)
             hint = "If the environment reads rows, name their file with --data." if without_data else None
-            said = str(error).removesuffix(".")
-            if said.startswith("Tool "):
-                raise InputError(f"{said}.", "docs/environments.md#tools has the form of a tool.") from error
-            raise InputError(f"Environment {plan.label}: {said} ({row.where}).", hint) from error
+            message = str(error).removesuffix(".")
+            if message.startswith("Tool "):
+                raise InputError(f"{message}.", "docs/environments.md#tools has the form of a tool.") from error
+            raise InputError(f"Environment {plan.label}: {message} ({row.where}).", hint) from error
         finally:
             host.close()
 
@@ -86,7 +86,7 @@ class EnvironmentEpisodes:
         reply = await session.ask(RunningEpisode.reset, row, episode_seed(seed, 0), timeout_s=limits.turn_timeout_s)
         schemas = dict(schemas_of_tools)
         if reply.ask is not None:
-            schemas |= {one["function"]["name"]: dict(one) for one in reply.ask.tools}
+            schemas |= {tool["function"]["name"]: dict(tool) for tool in reply.ask.tools}
         shown, knows = showing(encoder, list(schemas.values()))
         turns = TurnEncoder.build(
             shown,
@@ -102,24 +102,24 @@ class EnvironmentEpisodes:
         example = ""
         if schemas:
             example = written_call(shown, next(iter(schemas.values())), knows=knows)
-            told = "" if knows else "; the chat template has no place for tools, so the system prompt describes them"
+            place = "" if knows else "; the chat template has no place for tools, so the system prompt describes them"
             written = f": {example!r}" if example else ""
-            notes.append(f"tools: {', '.join(schemas)}; calls are written as {form} writes them{written}{told}")
+            notes.append(f"tools: {', '.join(schemas)}; calls are written as {form} writes them{written}{place}")
         if reply.ask is not None:  # each conversation shows its own tools
             turns = replace(turns, encoder=encoder.with_ends(turns.encoder.stop_token_ids))
-        play = cls(plan, turns, limits, reply, tuple(notes), example=example)
-        opened = play.opened(row, turns.encoder)
-        play.require_shown(schemas, opened, row)
+        episodes = cls(plan, turns, limits, reply, tuple(notes), example=example)
+        opened = episodes.opened(row, turns.encoder)
+        episodes.require_shown(schemas, opened, row)
         if opened.media and turns.drops:
             raise InputError(
                 f"environment.thinking = template: {row.where} has images, and a context with images is not written "
                 "without its thoughts.",
                 "Leave it out: thoughts then stay in the context.",
             )
-        return play
+        return episodes
 
     def require_shown(self, names: Iterable[str], prompt: EncodedPrompt, row: PromptRow) -> None:
-        """Raise InputError for a tool that the model does not read of in a first prompt."""
+        """Raise InputError for a tool that a first prompt does not show."""
         text = str(self.turns.encoder.tokenizer.decode(list(prompt.tokens), skip_special_tokens=False))
         of_tokens = self.opening.ask is not None and self.opening.ask.tokens
         if hidden := [] if of_tokens else [name for name in names if name not in text]:
@@ -130,7 +130,7 @@ class EnvironmentEpisodes:
             )
 
     def showing_tools(self, encoder: PromptEncoder) -> PromptEncoder:
-        """Return the encoder of a source's prompts, with the tools of the run."""
+        """Return an encoder of prompts that shows the tools of the run."""
         return showing(encoder, list(self.plan.schemas.values()))[0]
 
     def beginning(
@@ -141,10 +141,10 @@ class EnvironmentEpisodes:
         where = row.where
         if (ask := reply.ask) is not None and ask.tokens:
             self.turns.encoder.require_known(ask.tokens, where)
-            told = [{"role": "user", "content": self.turns.text_of(list(ask.tokens))}]
-            return EncodedPrompt(tuple(ask.tokens)), told
-        messages = [*prompt, *reply.messages] if ask is None else self.told(ask.messages)
-        encoder = self._telling(row) if ask is None else showing(self.turns.encoder, ask.tools)[0]
+            text = self.turns.text_of(list(ask.tokens))
+            return EncodedPrompt(tuple(ask.tokens)), [{"role": "user", "content": text}]
+        messages = [*prompt, *reply.messages] if ask is None else self.in_known_roles(ask.messages)
+        encoder = self._encoder_of(row) if ask is None else showing(self.turns.encoder, ask.tools)[0]
         messages = messages if ask is None else encoder.instructed(messages)
         self.turns.require_roles(reply.messages if ask is None else messages, ("system", "user", "assistant", "tool"))
         if not messages:
@@ -154,18 +154,18 @@ class EnvironmentEpisodes:
             )
         return encoder.prompt_of(list(messages), where), messages
 
-    def _telling(self, row: PromptRow) -> PromptEncoder:
+    def _encoder_of(self, row: PromptRow) -> PromptEncoder:
         """Return the encoder of an episode's prompt with the row's tools. Raises InputError for a tool that the
         environment lacks."""
         encoder = self.turns.encoder
-        names = [str(one.get("function", one).get("name")) for one in row.tools]
+        names = [str(tool.get("function", tool).get("name")) for tool in row.tools]
         if lacking := [name for name in names if self.plan.schemas and name not in self.plan.schemas]:
             raise InputError(
                 f"{row.where}: the field `{TOOLS}` names {lacking[0]!r}, and the environment's tools are "
                 f"{', '.join(self.plan.schemas)}.",
                 f"Give the tool with --tool, or leave the field `{TOOLS}` out.",
             )
-        # Where the template has no place for tools, the system prompt lists those of the environment.
+        # If the template has no place for tools, the system prompt lists the environment's.
         return encoder if self.plan.schemas and TOOLS not in encoder.variables else encoder.telling(row)
 
     def opened(self, row: PromptRow, encoder: PromptEncoder) -> EncodedPrompt:
@@ -176,28 +176,29 @@ class EnvironmentEpisodes:
         """Return the ids of `opened`."""
         return list(self.opened(row, encoder).tokens)
 
-    def told(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages with results of tools in the role in which the template takes them."""
-        told: list[Message] = []
-        for one in messages:
-            if one["role"] != "tool" or self.turns.tool_role == "tool":
-                told.append(one)
-            elif told and told[-1]["role"] == "user":  # templates may want questions and answers to alternate
-                images = [*told[-1].get(IMAGES, ()), *one.get(IMAGES, ())]
-                told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n\n{one['content']}"}
-                told[-1] |= {IMAGES: images} if images else {}
+    def in_known_roles(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages with tool results in the role that the template has for them."""
+        result: list[Message] = []
+        for message in messages:
+            last = result[-1] if result else None
+            if message["role"] != "tool" or self.turns.tool_role == "tool":
+                result.append(message)
+            elif last is not None and last["role"] == "user":  # some templates require alternating roles
+                images = [*last.get(IMAGES, ()), *message.get(IMAGES, ())]
+                result[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+                result[-1] |= {IMAGES: images} if images else {}
             else:
-                told.append({**one, "role": "user"})
-        return told
+                result.append({**message, "role": "user"})
+        return result
 
     def manifest(self) -> dict[str, Any]:
-        code = [one for one in (self.plan.code, *self.plan.tools) if one is not None]
-        return {"name": self.plan.name, "params": self.plan.params, "code": [one.fingerprint for one in code]}
+        code = [part.fingerprint for part in (self.plan.code, *self.plan.tools) if part is not None]
+        return {"name": self.plan.name, "params": self.plan.params, "code": code}
 
     def describe(self) -> list[str]:
         limits, name = self.limits, self.plan.name or "tools alone"
-        how = f"environment: {name}, at most {limits.turns} turn{'s' * (limits.turns > 1)}"
-        return [how, *self.notes]
+        turns = f"at most {limits.turns} turn{'s' * (limits.turns > 1)}"
+        return [f"environment: {name}, {turns}", *self.notes]
 
     # In the process of an engine
 
@@ -214,8 +215,7 @@ class EpisodePlayer:
         self._play, self._host, self._limits = play, host, play.limits
 
     async def __call__(self, episode: Episode) -> None:
-        """Play an episode to its end; report environment failures without raising. Prompts of refit checks have no
-        environment."""
+        """Play an episode to its end; record environment failures in it. Requests of refit checks have no row."""
         if episode.request.row is None:
             await one_turn(episode)
             return
@@ -230,12 +230,12 @@ class EpisodePlayer:
                 return
             except EpisodeFailedError as error:
                 failure = str(error)
-            except InputError as error:  # what the environment said cannot be written
+            except InputError as error:  # the chat template cannot write the environment's messages
                 failure = error.message.removesuffix(".")
-            except WaitTimeoutError:  # the engine's own, and not of this episode
+            except WaitTimeoutError:  # of the engine, not of this episode
                 raise
             except TimeoutError:
-                if episode.answers:  # what there is stays
+                if episode.answers:  # keep the finished turns
                     episode.stop_reason = "episode_timeout"
                     return
                 failure = f"the episode took longer than environment.timeout_s = {limits.timeout_s:g} s"
@@ -249,14 +249,14 @@ class EpisodePlayer:
         reply = await session.ask(
             RunningEpisode.reset, episode.row, episode.request.seed, timeout_s=limits.turn_timeout_s
         )
-        prompt, said = play.beginning(episode.request.messages, reply, episode.row)
+        prompt, messages = play.beginning(episode.request.messages, reply, episode.row)
         ids = list(prompt.tokens)
         if reply.ask is not None and reply.ask.tokens:
             play.turns.encoder.require_no_image(ids, episode.row.where)
         if len(ids) >= play.max_length:
             raise EpisodeFailedError(f"the prompt has {len(ids)} tokens of at most {play.max_length}")
         episode.read(ids, prompt.media)
-        episode.transcript += _spoken(said, len(ids))
+        episode.transcript += _turns_of(messages, len(ids))
         story = _Story(ids)
         reason, calls, broken = None, 0, 0
         while reason is None:
@@ -283,15 +283,15 @@ class EpisodePlayer:
         return bool(episode.said) and not episode_faults(episode.said).isdisjoint(limits.no_reward)
 
     def _reads(self, episode: Episode, story: _Story, reply: Reply) -> bool:
-        """Let the model read a reply, and return whether there was room for it."""
+        """Append a reply to the context; return whether there was room for it."""
         ask, turns, context = reply.ask, self._play.turns, episode.context
         anew, media = False, tuple[MediaPart, ...]()
         if ask is None or (ask.known and not ask.tokens):
-            messages = self._play.told(reply.messages if ask is None else ask.messages[ask.known :])
+            messages = self._play.in_known_roles(reply.messages if ask is None else ask.messages[ask.known :])
             shown = turns.encoder.with_images(turns.between(context[-1], messages), messages, episode.row.where)
             given, media = list(shown.tokens), shown.media
             story.turns.append((episode.answers[-1][1].tokens_R.tolist(), given))
-            if any(one["role"] in turns.drops for one in messages):
+            if any(message["role"] in turns.drops for message in messages):
                 without = turns.without_thoughts(story.prompt, story.turns)
                 anew = without != [*context, *given]
                 if anew and (episode.media or media):
@@ -299,7 +299,7 @@ class EpisodePlayer:
                 given = without if anew else given
         else:
             prompt, messages = self._play.beginning((), reply, episode.row)
-            if ask.tokens:  # an engine is asked with the images of its tokens that stand for some
+            if ask.tokens:  # the request needs the images that its placeholder tokens stand for
                 prompt = replace(prompt, media=episode.images_in(prompt.tokens))
                 turns.encoder.require_no_image(prompt.text_tokens, episode.row.where)
             given, media = list(prompt.tokens), prompt.media
@@ -308,7 +308,7 @@ class EpisodePlayer:
                 given = given[len(context) :]
                 media = tuple(replace(p, start=p.start - len(context)) for p in media if p.start >= len(context))
             story.prompt, story.turns = [*([] if anew else context), *given], []
-        episode.transcript += _spoken(messages, len(given))
+        episode.transcript += _turns_of(messages, len(given))
         if (0 if anew else len(context)) + len(given) >= self._play.max_length:
             return False
         episode.read(given, media, anew=anew)
@@ -317,37 +317,37 @@ class EpisodePlayer:
     async def _turn(self, episode: Episode, session: Session, before: Reply) -> Reply:
         read, usual = episode.context, episode.sampling
         asked = before.ask or Ask()
-        left = [usual.max_new_tokens, self._play.max_length - len(read), asked.max_tokens]
+        limits = [usual.max_new_tokens, self._play.max_length - len(read), asked.max_tokens]
         if (most := self._limits.sampled_tokens) is not None:
-            left.append(most - episode.sampled_tokens)
+            limits.append(most - episode.sampled_tokens)
         ends = self._play.turns.encoder.stop_token_ids
-        found = await episode.answer(
+        answer = await episode.answer(
             stop=tuple(dict.fromkeys((*usual.stop, *before.stop, *asked.stop))),
             stop_token_ids=tuple(dict.fromkeys((*usual.stop_token_ids, *ends, *asked.stop_token_ids))),
             turn_ends=(*usual.turn_ends, *ends),
-            max_new_tokens=min(limit for limit in left if limit is not None),
+            max_new_tokens=min(limit for limit in limits if limit is not None),
         )
-        tokens = found.tokens_R.tolist()
-        text = found.text
+        tokens = answer.tokens_R.tolist()
+        text = answer.text
         episode.transcript.append(Turn("assistant", text, len(tokens), 0.0))
-        if found.stop_reason in ENDS_TURN:
-            episode.stop_reason = found.stop_reason
+        if answer.stop_reason in ENDS_TURN:
+            episode.stop_reason = answer.stop_reason
             return Reply()
         message = {
-            "role": "assistant", "content": text, "tokens": tokens, "logprobs": found.logprobs_R.tolist(),
-            "prompt_tokens": read, "stop_reason": found.stop_reason,
+            "role": "assistant", "content": text, "tokens": tokens, "logprobs": answer.logprobs_R.tolist(),
+            "prompt_tokens": read, "stop_reason": answer.stop_reason,
         }  # fmt: skip
         reply = await session.ask(RunningEpisode.step, message, timeout_s=self._limits.turn_timeout_s)
         episode.rewarded(reply.reward)
         opened = self._play.turns.text_of(read[-OPENING_TOKENS:]).rstrip().endswith(THINK)
         form, cut = self._play.plan.form, is_cut(message)
         called = reply.calls > 0 or bool(asked.tools and readable_calls(text, form, asked.tools, cut=cut))
-        found_faults = faults_of(text, opened=opened, called=called, broken=reply.broken > 0)
+        faults = faults_of(text, opened=opened, called=called, broken=reply.broken > 0)
         spoken = without_call(text, form) if called else text
-        episode.said.append(JudgedTurn(text, spoken, opened, called, found_faults))
-        if found_faults:
-            episode.faults[len(episode.answers) - 1] = sum(BITS[name] for name in found_faults)
-            episode.count(dict.fromkeys(found_faults, 1.0))
+        episode.said.append(JudgedTurn(text, spoken, opened, called, faults))
+        if faults:
+            episode.faults[len(episode.answers) - 1] = sum(BITS[name] for name in faults)
+            episode.count(dict.fromkeys(faults, 1.0))
         return reply
 
     def _reason(self, episode: Episode, reply: Reply, calls: int, broken: int) -> str | None:
@@ -363,7 +363,7 @@ class EpisodePlayer:
             "broken_calls": limits.broken_calls is not None and broken >= limits.broken_calls,
             "context": len(episode.context) >= self._play.max_length,
         }
-        return next((reason for reason, so in over.items() if so), None)
+        return next((reason for reason, reached in over.items() if reached), None)
 
     def close(self) -> None:
         self._host.close()
@@ -377,36 +377,36 @@ class _Story:
     turns: list[tuple[list[int], list[int]]] = field(default_factory=list)
 
 
-def _spoken(messages: Sequence[Message], tokens: int) -> list[Turn]:
+def _turns_of(messages: Sequence[Message], tokens: int) -> list[Turn]:
     return [
-        Turn(one["role"], one["content"].replace(MARK, IN_TEXT), 0 if i else tokens, None)
-        for i, one in enumerate(messages)
+        Turn(message["role"], message["content"].replace(MARK, IN_TEXT), 0 if i else tokens, None)
+        for i, message in enumerate(messages)
     ]
 
 
 def showing(encoder: PromptEncoder, schemas: Sequence[Mapping[str, Any]]) -> tuple[PromptEncoder, bool]:
     """Return the encoder of prompts that show tools, and whether the template has a place for them."""
-    named = {one["function"]["name"]: dict(one) for one in schemas}
-    return with_tools(encoder, list(named.values()), INSTRUCTIONS.format(schemas=listed(named)))
+    by_name = {schema["function"]["name"]: dict(schema) for schema in schemas}
+    return with_tools(encoder, list(by_name.values()), INSTRUCTIONS.format(schemas=listed(by_name)))
 
 
 def form_of(encoder: PromptEncoder) -> str:
-    """Return the format in which the chat template writes calls. Raises InputError where none is known."""
-    found, why = None, ""
+    """Return the format in which the chat template writes tool calls. Raises InputError for an unknown format."""
+    form, reason = None, ""
     try:
-        found = format_of(lambda messages: encoder.render(list(messages), answered=True), encoder.special_texts)
+        form = format_of(lambda messages: encoder.render(list(messages), answered=True), encoder.special_texts)
     except InputError as error:
-        why = f" {error.message}"
-    if found is None:
+        reason = f" {error.message}"
+    if form is None:
         raise InputError(
-            f"It is unknown how the model of this chat template writes calls of tools.{why}",
+            f"The format of tool calls in this chat template is unknown.{reason}",
             "Name the format: --set environment.tool_format=hermes; `rlctl config schema` lists them.",
         )
-    return found
+    return form
 
 
 def written_call(encoder: PromptEncoder, schema: Mapping[str, Any], *, knows: bool) -> str:
-    """Return a call of a tool as the template writes it, or as the system prompt says; empty if it writes none."""
+    """Return a tool call in the form of the template, or of the system prompt; empty if the template has no form."""
     function = schema["function"]
     parameters = function.get("parameters", {})
     names = parameters.get("required") or parameters.get("properties", {})

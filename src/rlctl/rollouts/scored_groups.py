@@ -1,4 +1,4 @@
-"""From a position to a request for the engines, and from their answer to a scored group; groups on disk."""
+"""Requests for positions, scored groups from the engines' results, and groups on disk."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from rlctl.rollouts.source import sample_seed
 from rlctl.settings.config import RolloutConfig
 from rlctl.settings.rewards import OnError, RewardConfig
 
-# The scorer has a limit of its own, and its error names the scorer: let it come first, also where it starts again.
+# The scoring process has its own limit, and its error names the scorer, so it must come first, even after a restart.
 MARGIN_S = 240.0
 FAILING_SHARE, WINDOW = 0.05, 10
-"""The share of the rollouts of so many batches on which a reward function may fail."""
+"""A reward function may fail on this share of the rollouts in this number of batches."""
 FIRST_BATCH = (
     "A failure in the first batch is probably a mistake in the code. If the function may fail on some "
     "completions, --set reward.on_error=zero gives these 0."
@@ -42,7 +42,7 @@ SCALARS = "scalars"
 
 @dataclass(frozen=True)
 class Scorers:
-    """The process that scores a run's completions, and the reward model whose scores it is given."""
+    """The process that scores a run's completions, and the reward model, if any."""
 
     workers: WorkerGroup[RewardWorker]
     model: Teacher | None = None
@@ -50,43 +50,46 @@ class Scorers:
     compares: bool = False
     """Whether a reward function takes `completions`."""
 
-    def score(self, asked: Sequence[ScoreRequest], timeout_s: float) -> list[GroupScores]:
+    def score(self, requests: Sequence[ScoreRequest], timeout_s: float) -> list[GroupScores]:
         """Return the scores of each group. Raises as `RewardWorker.score`."""
         workers = self.workers.within(timeout_s + MARGIN_S)
         try:
-            given = self._of_model(self.model, workers, asked) if self.model is not None and asked else None
-            (found,) = workers.call(RewardWorker.score, asked, given)
+            values = self._model_scores(self.model, workers, requests) if self.model is not None and requests else None
+            (scores,) = workers.call(RewardWorker.score, requests, values)
         except WaitTimeoutError as error:
             raise WaitTimeoutError(error.message, "Raise reward.timeout_s, or see the scorer's log.") from None
-        return found
+        return scores
 
-    def _of_model(
-        self, model: Teacher, workers: WorkerGroup[RewardWorker], asked: Sequence[ScoreRequest]
+    def _model_scores(
+        self, model: Teacher, workers: WorkerGroup[RewardWorker], requests: Sequence[ScoreRequest]
     ) -> list[list[float | str]]:
         """Return the reward model's values of each group's texts, or why a text is unreadable."""
-        call, (columns,) = workers.submit_by_handle(RewardWorker.write, [(asked,)], [len(asked)])
+        call, (columns,) = workers.submit_by_handle(RewardWorker.write, [(requests,)], [len(requests)])
         (written,) = call.results()
         texts = tuple(
-            WeightedRollout(group, sample, one.prompt_tokens, tokens, advantage=0.0, token_weight=1.0)
-            for group, one in enumerate(written)
-            for sample, tokens in enumerate(one.tokens)
+            WeightedRollout(group, sample, written_group.prompt_tokens, tokens, advantage=0.0, token_weight=1.0)
+            for group, written_group in enumerate(written)
+            for sample, tokens in enumerate(written_group.tokens)
             if isinstance(tokens, int)
         )
         handles = model.logprob_handles(TrainBatch((texts,), dict(enumerate(columns)))) if texts else {}
         values: dict[tuple[int, int], float] = {
-            (group, sample): float(one.logprobs_R[-1])
+            (group, sample): float(logprobs.logprobs_R[-1])
             for group, parts in handles.items()
             for part in fetch(parts)
-            for (sample, _), one in part.items()
+            for (sample, _), logprobs in part.items()
         }
         return [
-            [why if isinstance(why, str) else values[group, sample] for sample, why in enumerate(one.tokens)]
-            for group, one in enumerate(written)
+            [
+                error if isinstance(error, str) else values[group, sample]
+                for sample, error in enumerate(written_group.tokens)
+            ]
+            for group, written_group in enumerate(written)
         ]
 
 
 class GroupMaker:
-    """Makes requests and scored groups of a run; every source of rollouts uses it."""
+    """Makes the requests and scored groups of every rollout source."""
 
     def __init__(self, config: RolloutConfig, prompts: PromptStream, rewards: Scorers | None) -> None:
         self._config, self._prompts, self._rewards = config, prompts, rewards
@@ -96,7 +99,7 @@ class GroupMaker:
         )
         self.sampling = replace(sampling, timeout_s=config.rollout_timeout_s)
         self._dropped: deque[int] = deque(maxlen=WINDOW)
-        """Rollouts that each of the last batches lost to a failing reward function."""
+        """Numbers of rollouts that each of the last batches lost to a failing reward function."""
 
     @property
     def scores(self) -> bool:
@@ -126,30 +129,30 @@ class GroupMaker:
         return groups, failures
 
     def lost(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-        """Return the metrics of a batch's failing rewards. Raises InputError where the last batches lost too many."""
+        """Return metrics of a batch's failed rewards. Raises InputError if the last batches lost too many rollouts."""
         if not self.scores and self._prompts.environment is None:
             return {}
-        why = [one for group in groups for one in group.dropped]
-        self._dropped.append(len(why))
+        failures = [failure for group in groups for failure in group.dropped]
+        self._dropped.append(len(failures))
         if sum(self._dropped) > FAILING_SHARE * WINDOW * self._config.batch.rollouts:
             lost = [*self._dropped]
             self._dropped.clear()  # a resume may have a better function
             raise InputError(
                 f"A reward function failed on {sum(lost)} rollouts of the last {len(lost)} batches; "
-                f"more than {FAILING_SHARE:.0%} of {WINDOW} batches end the run. The last failure: {why[-1]}",
+                f"more than {FAILING_SHARE:.0%} of {WINDOW} batches end the run. The last failure: {failures[-1]}",
                 "Fix it and continue with --allow-changes, or set reward.on_error=zero, which gives 0 there.",
             )
-        episodes = [one.episode for group in groups for one in group.rollouts if one.episode]
-        said = [*why, *filter(None, (one.failure for one in episodes))]
-        return {"dropped_rollouts": len(why), **({"reward_error": said[0]} if said else {})}
+        episodes = [rollout.episode for group in groups for rollout in group.rollouts if rollout.episode]
+        errors = [*failures, *filter(None, (episode.failure for episode in episodes))]
+        return {"dropped_rollouts": len(failures), **({"reward_error": errors[0]} if errors else {})}
 
     def state(self, ledger: Ledger) -> dict[str, Any]:
-        """Return the ledger, and what else the next batches follow from, as JSON."""
+        """Return as JSON the ledger and everything else that determines the next batches."""
         orders = self._prompts.state(ledger.first_open)
         return {**ledger.state(), "dropped": list(self._dropped), **({"orders": orders} if orders else {})}
 
     def restored(self, state: Mapping[str, Any]) -> Ledger:
-        """Go on from what `state` returned; return the ledger. Raises InputError where it cannot be read."""
+        """Continue from the result of `state`; return the ledger. Raises InputError for an unreadable one."""
         try:
             ledger = Ledger.restored(state)
             self._prompts.restore(state.get("orders", {}))
@@ -172,8 +175,11 @@ def scored(
     """Return groups with rewards of `scorers` and environments, and the number of failures."""
     answers: Sequence[GroupScores | None] = [None] * len(results)
     if scorers is not None:
-        asked = [ScoreRequest(rows[one.group], one.texts, one.transcripts if one.episodes else None) for one in results]
-        answers = scorers.score(asked, settings.timeout_s)
+        requests = [
+            ScoreRequest(rows[result.group], result.texts, result.transcripts if result.episodes else None)
+            for result in results
+        ]
+        answers = scorers.score(requests, settings.timeout_s)
     return groups_with_scores(results, rows, seeds, answers, settings.on_error)
 
 
@@ -217,7 +223,7 @@ def groups_with_scores(
 
 
 ENVIRONMENT = "environment"
-"""Label of what environments give, next to the labels of reward terms."""
+"""Label of the environment's reward among the labels of reward terms."""
 
 
 def _with_environment(scores: GroupScores | None, result: GroupResult, on_error: OnError) -> GroupScores:
@@ -225,18 +231,19 @@ def _with_environment(scores: GroupScores | None, result: GroupResult, on_error:
     stop."""
     if not result.episodes:
         return scores or GroupScores(result.rewards, None, {})
-    failed = [one.failure for one in result.episodes]
-    if on_error == "stop" and (why := next(filter(None, failed), None)):
-        raise InputError(why, "Fix it, or choose with reward.on_error what such a rollout counts.")
+    failures = [episode.failure for episode in result.episodes]
+    if on_error == "stop" and (failure := next(filter(None, failures), None)):
+        raise InputError(failure, "Fix it, or choose with reward.on_error what such a rollout counts.")
     rewards: list[float | None] = []
-    for sample, (own, why) in enumerate(zip(result.rewards, failed, strict=True)):
+    for sample, (reward, failure) in enumerate(zip(result.rewards, failures, strict=True)):
         scored = 0.0 if scores is None else scores.rewards[sample]
-        lost = why is not None and (on_error == "drop" or not result.response_tokens[sample])
-        rewards.append(None if scored is None or lost else (0.0 if why else own or 0.0) + scored)
-    dropped = tuple(why for why, reward in zip(failed, rewards, strict=True) if why and reward is None)
-    base, names = scores or GroupScores((), None, {}), {name for one in result.episodes for name in one.counts}
+        lost = failure is not None and (on_error == "drop" or not result.response_tokens[sample])
+        rewards.append(None if scored is None or lost else (0.0 if failure else reward or 0.0) + scored)
+    dropped = tuple(failure for failure, reward in zip(failures, rewards, strict=True) if failure and reward is None)
+    base = scores or GroupScores((), None, {})
+    names = {name for episode in result.episodes for name in episode.counts}
     parts: dict[str, Sequence[float | None]] = {
-        name.removeprefix(REWARD_PART): tuple(one.counts.get(name, 0.0) for one in result.episodes)
+        name.removeprefix(REWARD_PART): tuple(episode.counts.get(name, 0.0) for episode in result.episodes)
         for name in sorted(names)
         if name.startswith(REWARD_PART)
     }
@@ -246,7 +253,7 @@ def _with_environment(scores: GroupScores | None, result: GroupResult, on_error:
         base,
         rewards=tuple(rewards),
         terms={**base.terms, **parts},
-        failures=base.failures + sum(why is not None for why in failed),
+        failures=base.failures + sum(failure is not None for failure in failures),
         dropped=(*base.dropped, *dropped),
     )
 
@@ -259,44 +266,51 @@ def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
         columns: RolloutColumns = fetch(group.columns)
         arrays |= {f"{group.position}/{name}": getattr(columns, name) for name in COLUMNS}
         arrays |= {f"{group.position}/extra/{name}": array for name, array in columns.extra_T.items()}
-        turns = group.transcripts and [[dataclasses.asdict(turn) for turn in one] for one in fetch(group.transcripts)]
+        turns = group.transcripts and [
+            [dataclasses.asdict(turn) for turn in episode] for episode in fetch(group.transcripts)
+        ]
         rollouts = [dataclasses.asdict(rollout) for rollout in group.rollouts]
-        of_group = {"position": group.position, "rollouts": rollouts, "texts": fetch(group.texts), "turns": turns}
+        scalars_of_group = {
+            "position": group.position,
+            "rollouts": rollouts,
+            "texts": fetch(group.texts),
+            "turns": turns,
+        }
         media = [[vars(part) | {"data": None} for part in parts] for parts in columns.media_G]
         for sample, parts in enumerate(columns.media_G):
             arrays |= {f"{group.position}/media/{sample}/{number}": part.data for number, part in enumerate(parts)}
-        scalars.append({**of_group, "media": media, "dropped": group.dropped})
+        scalars.append({**scalars_of_group, "media": media, "dropped": group.dropped})
     arrays[SCALARS] = np.frombuffer(json.dumps(scalars).encode(), np.uint8)
     with path.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
-def _loaded(of: dict[str, Any]) -> Rollout:
-    episode = of.get("episode")
+def _loaded(scalars: dict[str, Any]) -> Rollout:
+    episode = scalars.get("episode")
     facts = episode and EpisodeFacts(**{**episode, "contexts": tuple(episode.get("contexts", ()))})
-    return Rollout(**{**of, "versions": tuple(map(tuple, of["versions"])), "episode": facts})
+    return Rollout(**{**scalars, "versions": tuple(map(tuple, scalars["versions"])), "episode": facts})
 
 
 def load_groups(path: Path, row_at: Callable[[int], PromptRow]) -> list[RolloutGroup]:
-    """Return the groups that `save_groups` wrote. Raises InputError where they cannot be read or were changed."""
+    """Return the groups that `save_groups` wrote. Raises InputError for an unreadable or changed file."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
         groups = []
-        for one in json.loads(arrays.pop(SCALARS).tobytes()):
-            position, extra = int(one["position"]), f"{one['position']}/extra/"
-            own: dict[str, Any] = {name: arrays[f"{position}/{name}"] for name in COLUMNS}
+        for scalars in json.loads(arrays.pop(SCALARS).tobytes()):
+            position, extra = int(scalars["position"]), f"{scalars['position']}/extra/"
+            tokens: dict[str, Any] = {name: arrays[f"{position}/{name}"] for name in COLUMNS}
             further = {name.removeprefix(extra): array for name, array in arrays.items() if name.startswith(extra)}
             media = tuple(
                 tuple(
                     MediaPart(**part | {"data": arrays[f"{position}/media/{sample}/{number}"]})
                     for number, part in enumerate(parts)
                 )
-                for sample, parts in enumerate(one.get("media", ()))
+                for sample, parts in enumerate(scalars.get("media", ()))
             )
-            columns = put(RolloutColumns(**own, extra_T=further, media_G=media))
-            rollouts = tuple(map(_loaded, one["rollouts"]))
-            texts, turns, dropped = put(one["texts"]), one.get("turns"), tuple(one.get("dropped", ()))
+            columns = put(RolloutColumns(**tokens, extra_T=further, media_G=media))
+            rollouts = tuple(map(_loaded, scalars["rollouts"]))
+            texts, turns, dropped = put(scalars["texts"]), scalars.get("turns"), tuple(scalars.get("dropped", ()))
             turns = turns and put([[Turn(**turn) for turn in episode] for episode in turns])
             groups.append(RolloutGroup(position, row_at(position), rollouts, columns, texts, turns, dropped))
         return groups

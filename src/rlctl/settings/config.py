@@ -13,10 +13,11 @@ from pydantic import model_validator
 
 from rlctl.config.facts import FREE
 from rlctl.config.section import Section
+from rlctl.config.user_code import MODEL
 from rlctl.settings.data import DataConfig, ModelConfig
 from rlctl.settings.generation import FilterConfig, GenerationConfig, RefitConfig, RolloutsConfig, VllmConfig
 from rlctl.settings.other_models import RewardModelConfig, TeacherConfig
-from rlctl.settings.rewards import MODEL, OBSERVED_TOKENS, EnvironmentConfig, RewardConfig
+from rlctl.settings.rewards import OBSERVED_TOKENS, EnvironmentConfig, RewardConfig
 from rlctl.settings.run import (
     VALIDATION_PREFIX,
     BatchConfig,

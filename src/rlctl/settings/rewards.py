@@ -40,8 +40,6 @@ class SourceReward(Section):
     option."""
 
 
-MODEL = "model:"
-"""Beginning of the name of a reward model as a scorer."""
 OnError = Literal["stop", "zero", "drop"]
 
 

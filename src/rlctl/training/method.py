@@ -29,10 +29,10 @@ from rlctl.backends.batching.batch import (
     TrainBatch,
 )
 from rlctl.backends.messages import Truncation
-from rlctl.child import call_in_child
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.data.row_types import PROMPTS, RowType
 from rlctl.errors import InputError
+from rlctl.processes.child import call_in_child
 from rlctl.rollouts.source import RolloutSource
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.training import LogprobColumn

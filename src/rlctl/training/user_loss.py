@@ -13,10 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlctl.backends.batching.batch import TokenBatch
-from rlctl.child import call_in_child
 from rlctl.config.section import Section
+from rlctl.config.user_code import UserCode
 from rlctl.errors import InputError, suggest
-from rlctl.isolation.user_function import UserCode
+from rlctl.processes.child import call_in_child
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlctl.backends.batching.batch import TokenBatch
+from rlctl.config.user_code import UserCode
 from rlctl.errors import ConfigError
-from rlctl.isolation.user_function import UserCode
 from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.algorithm import Algorithm

@@ -27,12 +27,12 @@ from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
 from rlctl.checkpoints.staging import any_content
-from rlctl.child import call_in_child
 from rlctl.config.files import user_path
 from rlctl.errors import InputError, MachineError, RlctlError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.hf_config import replaced_positions
+from rlctl.processes.child import call_in_child
 from rlctl.weights.layout import ITEM_BYTES
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,6 @@ from rlctl.checkpoints.hf.transformers_model import (
     layers_path,
     meta_model,
 )
-from rlctl.child import call_in_child
 from rlctl.errors import InputError
 from rlctl.models.catalog import lookup_entry
 from rlctl.models.facts import ListedTensor, ModelFacts, MoeFacts, RopeFacts, VisionFacts
@@ -34,6 +33,7 @@ from rlctl.models.families import facts_from_hf_config, other_architecture, weig
 from rlctl.models.hf_config import rope_of
 from rlctl.models.matrices import Role
 from rlctl.models.vision import VisionFamily, vision_family
+from rlctl.processes.child import call_in_child
 
 WATCHED = "rlctl_watched"
 """The name of an attention that computes nothing and notes how it is called."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from rlctl.checkpoints.hf.hf_files import copy_companions, read_config, read_object, refuse_quantized
 from rlctl.checkpoints.hf.safetensors_files import INDEX, SINGLE, read_header, shard_files
-from rlctl.child import call_in_child
 from rlctl.config.files import temporary_folder
 from rlctl.errors import InputError, first_line
 from rlctl.models.families import sees
+from rlctl.processes.child import call_in_child
 
 SAME_TEXT = {
     "qwen2_vl_text": "qwen2",

@@ -1,4 +1,4 @@
-"""Programs written by the model, with tests as the reward, run in `environments/sandbox.py`."""
+"""Programs written by the model, with tests as the reward, run in `processes/sandbox.py`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from rlctl.environments import sandbox
 from rlctl.environments.interface import Message, Step
 from rlctl.errors import InputError
+from rlctl.processes import sandbox
 
 BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 LANGUAGES = ("python", "python3", "py", "py3")

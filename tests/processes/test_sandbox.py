@@ -17,8 +17,8 @@ from rlctl.doctor.host import check_sandbox
 from rlctl.environments.builtin.python import Python, alike
 from rlctl.environments.environment_plan import plan_environment
 from rlctl.environments.interface import Step
-from rlctl.environments.sandbox import LAYERS, Limits, layers, run
 from rlctl.errors import InputError
+from rlctl.processes.sandbox import LAYERS, Limits, layers, run
 from rlctl.settings.rewards import EnvironmentConfig
 
 LIMITS = Limits(seconds=20.0, memory_mib=256)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.child import call_in_child
 from rlctl.config.files import read_text
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError
+from rlctl.processes.child import call_in_child
 
 
 def test_the_result_and_the_error_of_a_function_come_back(capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlctl.child import PACKAGES
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import WorkerError
+from rlctl.processes.child import PACKAGES
 from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.rewards.scoring_process import ScoringProcess, Work
 from rlctl.settings.rewards import RewardTerm
@@ -77,7 +77,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def processes_of(process: ScoringProcess) -> list[int]:
     """Return the outer supervisor, the inner one, and the process that scores."""
-    found = [process.lanes[0]._child._process.pid]
+    found = [process.lanes[0].server.process.pid]
     while len(found) < 3:
         found.append(psutil.Process(found[-1]).children()[0].pid)
     return found

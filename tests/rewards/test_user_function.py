@@ -13,10 +13,10 @@ from rlctl.data.prompt_records import row_from_record
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Turn
 from rlctl.errors import InputError
-from rlctl.isolation.user_function import UserBatchScorer, UserScorer, user_scorer
 from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.rewards.reward_worker import RewardWorker, ScoreRequest
 from rlctl.rewards.scoring_process import ScoringProcess, Work
+from rlctl.rewards.user_function import UserBatchScorer, UserScorer, user_scorer
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardTerm
 

@@ -1,34 +1,25 @@
-"""Load and call user functions, `path/to/file.py:function`. A reward function scores one completion, or with a
-parameter `completions` all of a step, in TRL's form."""
+"""User functions as scorers. A reward function scores one completion, or with a parameter `completions` all of a step,
+in TRL's form."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import importlib.util
 import inspect
 import math
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
-from rlctl.config.files import read_text, user_path
 from rlctl.config.plugins import find_plugin, load_plugin
+from rlctl.config.user_code import UserCode, is_reference
 from rlctl.data.image_rows import shown_prompt
 from rlctl.data.image_sources import IMAGES
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.errors import InputError, RlctlError, suggest, suggest_file
-from rlctl.settings.rewards import MODEL
+from rlctl.errors import InputError, RlctlError
 
 T = TypeVar("T")
-CLASSES = ("Algorithm", "Environment")
-"""User names that mean classes (`path/to/file.py:Class`); others are functions."""
 TURNS = "turns"
 """Argument of a reward function that takes all turns of an episode."""
 LARGEST_REWARD = 1e30
@@ -41,68 +32,6 @@ SCORE = "score"
 BATCHED_SIGNATURE = "(prompts: list, completions: list, **columns) -> list[float | None]"
 ONLY_TRL = ("completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """Arguments that TRL's trainer gives to reward functions and that rlctl does not have."""
-
-
-@dataclass(frozen=True)
-class UserCode:
-    """A function or class of a user's file. It is pickled as path and source, so that any process can load it."""
-
-    path: Path
-    source: str
-    name: str
-    what: str
-    """`Reward`, `Loss` or `Algorithm`, for messages."""
-
-    @classmethod
-    def read(cls, reference: str, what: str) -> UserCode:
-        """Read the file that `path/to/file.py:function` names, and import nothing. Raises InputError without one."""
-        path, name = split_reference(reference, what)
-        return cls(path, read_text(path, f"{what} {reference!r}:"), name, what)
-
-    @property
-    def reference(self) -> str:
-        return f"{self.path}:{self.name}"
-
-    @property
-    def fingerprint(self) -> str:
-        """The SHA-256 of the file's text."""
-        return sha256(self.source.encode()).hexdigest()
-
-    def load(self) -> Callable[..., Any]:
-        """Return the function, from a module that this process runs once. Raises InputError naming file and line."""
-        module = _module(self)
-        if callable(found := getattr(module, self.name, None)):
-            return found
-        kind, is_kind = ("class", inspect.isclass) if self.what in CLASSES else ("function", inspect.isfunction)
-        own = [key for key, value in vars(module).items() if is_kind(value) and value.__module__ == module.__name__]
-        near = suggest(self.name, own) or f"It has {', '.join(own) or 'none'}."
-        raise InputError(f"{self.what} {self.reference!r}: the file has no {kind} {self.name!r}.", near)
-
-    def place(self, error: BaseException) -> str | None:
-        """Return the last line of the file on the way to an error; None: the error is not of the file."""
-        passed = any(frame.filename == str(self.path) for frame in traceback.extract_tb(error.__traceback__))
-        return _last_frame(error, self.path) if passed else None
-
-    def error(self, error: BaseException, doing: str) -> InputError:
-        place = _last_frame(error, self.path)
-        kind = self.what if self.what == "Algorithm" else f"{self.what} function"
-        told = f"{kind} {self.reference} raised {type(error).__name__}: {error} ({doing}; {place})."
-        return InputError(told, _installing(error))
-
-
-def is_reference(name: str) -> bool:
-    return (":" in name or name.endswith(".py")) and not name.startswith(MODEL)
-
-
-def split_reference(name: str, what: str = "Reward") -> tuple[Path, str]:
-    """Return absolute path and function name; InputError where that is not the form of `name`."""
-    file, colon, function = name.rpartition(":")
-    if not colon or not file.endswith(".py") or not function.isidentifier():
-        raise InputError(f"{what} {name!r} does not name a function.", "Write path/to/file.py:function.")
-    path = user_path(file).absolute()
-    if not path.exists():
-        raise InputError(f"{what} {name!r}: there is no file {file}.", suggest_file(path, {".py"}))
-    return path, function
 
 
 def turns_of(row: PromptRow, completion: str) -> list[dict[str, Any]]:
@@ -282,45 +211,3 @@ def user_scorer(name: str, limit_s: float | None = None) -> UserScorer | UserBat
     if isinstance(scorer, UserAsyncScorer):
         scorer.limit_s = limit_s
     return scorer
-
-
-@functools.lru_cache(maxsize=16)
-def _module(code: UserCode) -> ModuleType:
-    """Run the source as a module. It may import its neighbors, unless an installed module has the name."""
-    what = f"{code.what} {code.reference!r}"
-    spec = importlib.util.spec_from_loader(f"rlctl_user_{code.path.stem}", loader=None, origin=str(code.path))
-    assert spec is not None  # without a loader there is always one
-    module = importlib.util.module_from_spec(spec)
-    module.__file__ = str(code.path)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up by name
-    if str(code.path.parent) not in sys.path:
-        sys.path.append(str(code.path.parent))
-    try:
-        exec(compile(code.source, code.path, "exec"), vars(module))
-    except SyntaxError as error:
-        place = f"{error.filename or code.path}" + (f", line {error.lineno}" if error.lineno else "")
-        raise InputError(f"{what}: {place}: {error.msg}.") from error
-    except (Exception, SystemExit) as error:
-        raise InputError(
-            f"{what}: importing {code.path.name} raised {type(error).__name__}: {error} "
-            f"({_last_frame(error, code.path)}).",
-            _installing(error),
-        ) from error
-    return module
-
-
-def _installing(error: BaseException) -> str | None:
-    """Return how to install the package that an import lacks; None for other errors."""
-    if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return None
-    package = error.name.partition(".")[0]
-    return (
-        f"Install the package that has the module {package!r} for the Python of rlctl, on every node: "
-        f"{sys.executable} -m pip install {package}. A file of yours has to be next to the one that imports it."
-    )
-
-
-def _last_frame(error: BaseException, path: Path) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = ([frame for frame in frames if frame.filename == str(path)] or frames)[-1]
-    return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {frame.line}"

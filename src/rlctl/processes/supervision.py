@@ -1,0 +1,96 @@
+"""Supervisors of a process: whatever it starts ends with it, and it ends with the process that asked for it.
+
+A supervisor adopts orphans below it and kills all when the supervised process ends or the connection closes. There are
+two, because Ray kills a worker's direct children with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import time
+from typing import NoReturn
+
+import psutil
+
+CLEANUP_TIMEOUT_S = 10.0
+LOOK_MS = 50
+"""Milliseconds between two looks at the supervised process. The end of the connection is seen at once."""
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(1, number, 0, 0, 0)  # PR_SET_PDEATHSIG of <linux/prctl.h>
+
+
+def adopt_orphans(on: bool = True) -> None:
+    """Make orphaned descendants children of this process."""
+    ctypes.CDLL(None).prctl(36, int(on), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
+
+
+def kill_tree(process: psutil.Process, *, root: bool = True) -> bool:
+    """Kill a process (unless `root` is False) and its descendants; return whether there were any."""
+    processes = list[psutil.Process]()
+    with contextlib.suppress(psutil.Error):
+        processes = [*([process] if root else ()), *process.children(recursive=True)]
+    for member in processes:
+        with contextlib.suppress(psutil.Error):
+            member.kill()
+    return bool(processes)
+
+
+def supervise(descriptor: int) -> None:
+    """Return in a new process under two supervisors; the calling process ends with it. `descriptor`: of the
+    connection."""
+    _fork(descriptor, signal.SIGTERM)  # the inner supervisor has to clear up after the outer one's death
+    _fork(descriptor, signal.SIGKILL)
+
+
+def _fork(descriptor: int, signal_of_death: signal.Signals) -> None:
+    adopt_orphans()
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        _supervise(child, descriptor)
+    end_with_parent(signal_of_death)
+    if os.getppid() != parent:  # it had died before
+        os._exit(1)
+
+
+def _supervise(child: int, descriptor: int) -> NoReturn:
+    """Wait for the end of `child` or of the connection, kill all below this process, and end as the child has."""
+    status: int | None = None
+    stopped = False
+
+    def stop(number: int, frame: object) -> None:
+        nonlocal stopped
+        stopped = True
+
+    def reap() -> int | None:
+        """Collect ended children; return the supervised one's status if among them."""
+        status = None
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = ended[1] if ended[0] == child else status
+        return status
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, stop)
+    poll = select.poll()
+    poll.register(descriptor, 0)  # no event but the closing of the other end
+    while status is None and not stopped and not poll.poll(LOOK_MS):
+        status = reap()
+    deadline = time.monotonic() + CLEANUP_TIMEOUT_S
+    while kill_tree(psutil.Process(), root=False) and time.monotonic() < deadline:  # also those started meanwhile
+        time.sleep(0.005)
+        reap()
+    if status is not None and os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(0 if status is None else os.WEXITSTATUS(status))
