@@ -32,7 +32,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.refit.synthetic import SyntheticSender, reduced
 from rlctl.transport.round_buffers import Packer, source_view
 from rlctl.transport.rounds import chunk_layout, cut_rounds, whole_tensors
-from rlctl.transport.shared_memory import Ring, Segment, ring_bytes
+from rlctl.transport.staging import Ring, Segment, ring_bytes
 from rlctl.weights import hf
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.plan_execution import dtype_of, strided, transformed

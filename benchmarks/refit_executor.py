@@ -17,7 +17,7 @@ from rlctl.refit.synthetic import SyntheticEngine
 from rlctl.transport.movers import TimedReceiver
 from rlctl.transport.round_buffers import chunk_view
 from rlctl.transport.rounds import cut_rounds, rows_of
-from rlctl.transport.shared_memory import Ring, Segment
+from rlctl.transport.staging import Ring, Segment
 from rlctl.weights.plan_execution import dtype_of
 from rlctl.weights.vllm import VllmParallel
 

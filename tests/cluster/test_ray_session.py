@@ -35,7 +35,7 @@ class Rank:
 
     def open_store(self) -> int:
         from rlctl.cluster.placement import node_address
-        from rlctl.transport.collective import ServedStore
+        from rlctl.transport.process_group import ServedStore
 
         self.store = ServedStore(str(node_address()), 60)
         return self.store.port
@@ -159,7 +159,7 @@ from rlctl.errors import RlctlError
 
 class Worker:
     def begin(self):
-        from rlctl.transport.shared_memory import Segment
+        from rlctl.transport.staging import Segment
         self.segment = Segment.create(4096)
         self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         file = tempfile.mkstemp()[1]

@@ -22,7 +22,7 @@ from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts
 from rlctl.refit.session import RefitSession
 from rlctl.refit.weight_sender import WeightSender
 from rlctl.settings.generation import RefitConfig
-from rlctl.transport.collective import ServedStore
+from rlctl.transport.process_group import ServedStore
 from rlctl.weights.vllm import VllmParallel
 from support import refit_workers
 
@@ -381,7 +381,7 @@ def test_buffers_on_the_device_that_both_share(stage: Stage) -> None:
 
 def test_a_full_shared_memory_says_so(stage: Stage) -> None:
     from rlctl.errors import MachineError
-    from rlctl.transport.shared_memory import Segment
+    from rlctl.transport.staging import Segment
 
     with pytest.raises(MachineError, match="shared memory"):
         Segment.create(1 << 50)

@@ -219,7 +219,7 @@ def test_killed_sender_is_reported_and_the_engine_refuses(
 def test_segment_of_another_node_is_refused(
     engine: HostedEngine, make_source: MakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlctl.transport.shared_memory import Segment
+    from rlctl.transport.staging import Segment
 
     segment = Segment.create(64)
     monkeypatch.setenv("RLCTL_NODE", "pretend-node-2")

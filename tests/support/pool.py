@@ -20,7 +20,7 @@ import pytest
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
-from rlctl.transport.collective import ServedStore
+from rlctl.transport.process_group import ServedStore
 
 START_TIMEOUT_S = 180.0
 CASE_TIMEOUT_S = 240.0

@@ -58,7 +58,7 @@ from rlctl.data.cross_tokens import Projection
 from rlctl.data.rollouts import MediaPart
 from rlctl.garbage import many_objects
 from rlctl.settings.training import Rounding
-from rlctl.transport.collective import ServedStore
+from rlctl.transport.process_group import ServedStore
 from rlctl.weights.layout import Layout
 from rlctl.weights.plan_execution import with_adapter
 from rlctl.weights.rounding import narrow_into, narrowed

@@ -78,7 +78,8 @@ def schema(
 
 
 def json_schema(method: str | None = None) -> dict[str, Any]:
-    """Return the JSON Schema of one method, or of all methods together, with pass-through fields."""
+    """Return the JSON Schema of one method, or of all methods together, with pass-through fields and known names."""
+    from rlctl.config.facts import Named
     from rlctl.config.passthrough import TARGETS, json_properties
     from rlctl.methods.available import config_class
     from rlctl.methods.configuration import schema as whole_schema
@@ -97,6 +98,11 @@ def json_schema(method: str | None = None) -> dict[str, Any]:
         if name in schema["properties"]:
             section = defs[schema["properties"][name]["$ref"].split("/")[-1]]
             section["properties"] = json_properties(name) | section.get("properties", {})
+    for key in whole_schema().with_mark(Named):
+        section, _, field = key.partition(".")
+        if section in schema["properties"]:
+            named = defs[schema["properties"][section]["$ref"].split("/")[-1]]
+            named["properties"][field]["enum"] = list(whole_schema().choices(key))
     return schema
 
 
@@ -281,6 +287,7 @@ def key_lines(
 
     from rlctl.config.passthrough import type_words
     from rlctl.config.schema import section_of
+    from rlctl.methods.configuration import schema as whole_schema
 
     for key, field in {key: field for one in reversed(sections) for key, field in one.model_fields.items()}.items():
         inner = section_of(field.annotation)
@@ -290,7 +297,8 @@ def key_lines(
             continue
         value = defaults.get(f"{section}.{key}", field.default)
         default = TypeAdapter(Any).dump_python(value, mode="json")
-        yield f"{indent}{key}: {type_words(field.annotation)} = {inline_yaml(default)}"
+        words = " | ".join(whole_schema().choices(f"{section}.{key}")) or type_words(field.annotation)
+        yield f"{indent}{key}: {words} = {inline_yaml(default)}"
         if field.description:
             yield f"{indent}    {' '.join(field.description.split())}"
 

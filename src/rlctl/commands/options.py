@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import typer
 
@@ -122,8 +122,16 @@ def _parameter(name: str) -> inspect.Parameter:
     one = FLAGS[name]
     texts: dict[str, Any] = {"metavar": one.metavar, "help": one.help, "autocompletion": COMPLETIONS.get(name)}
     option = typer.Argument(**texts) if name == "overrides" else typer.Option(*names_of(name), **texts)
-    kind, unsaid = (bool, False) if one.kind is bool else (one.kind | None, None)
+    kind, unsaid = (bool, False) if one.kind is bool else (_chosen(one) | None, None)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=unsaid, annotation=Annotated[kind, option])
+
+
+def _chosen(parameter: Parameter) -> Any:
+    """Return the type of a flag's value: one of the names that its key takes, or the type of the key's field."""
+    from rlctl.methods.configuration import names_of_values
+
+    choices = Schema(SHARED, names_of_values()).choices(parameter.key) if parameter.key else ()
+    return Literal[choices] if choices else parameter.kind
 
 
 def taking(flags: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

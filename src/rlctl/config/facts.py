@@ -55,6 +55,16 @@ class Unloadable:
 
 
 @dataclass(frozen=True)
+class Named:
+    """The key takes a name that rooms above and installed packages bring: one of `Schema.names`."""
+
+    group: str
+    """The entry-point group of packages that bring one."""
+    also: tuple[str, ...] = ()
+    """Other values that it takes."""
+
+
+@dataclass(frozen=True)
 class Flag:
     """The flag of the command line that sets a key."""
 

@@ -28,6 +28,7 @@ from rlctl.config.sources import (
 )
 from rlctl.errors import ConfigError, lines_of
 
+SAYS_WHAT = "`rlctl config schema` says what each key takes."
 DEFAULT = "default"
 PLANNER = "planner"
 
@@ -203,8 +204,10 @@ def from_sources(
     except ValidationError as error:
         values = merged(sources)
         lines = [explain(problem, values) for problem in error.errors()]
-        raise ConfigError(lines_of(lines), "`rlctl config schema` says what each key takes.") from error
+        raise ConfigError(lines_of(lines), SAYS_WHAT) from error
     values = merged(sources)
+    if wrong := [line for value in values.values() if (line := unknown_name(value, schema))]:
+        raise ConfigError(lines_of(wrong), SAYS_WHAT)
     refusals = [refusal for source in sources for refusal in source.standing()]
     resolved = config.model_construct(**{name: getattr(settings, name) for name in config.model_fields})
     return Resolved(
@@ -216,6 +219,15 @@ def from_sources(
         tuple(refusal.line for refusal in refusals if refusal.final),
         schema,
     )
+
+
+def unknown_name(value: Value, schema: Schema) -> str:
+    """Return a line for a name that nothing brings, in the form of `explain`; empty: the value is right."""
+    choices = schema.choices(value.key)
+    if not choices or value.value in choices:
+        return ""
+    *several, last = map(repr, choices)
+    return f"`{value.key}` = {value.value!r} ({value.origin}): it should be {', '.join(several)} or {last}."
 
 
 def merged(sources: Sequence[Source]) -> dict[str, Value]:

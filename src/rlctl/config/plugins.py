@@ -24,6 +24,7 @@ EntryPointGroup = Literal[
     "rlctl.environments",
     "rlctl.recipes",
     "rlctl.loggers",
+    "rlctl.transports",
 ]
 
 

@@ -5,6 +5,7 @@ A `Schema` is made of configuration classes, which the rooms above hand down; th
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import operator
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from rlctl.config.facts import Decided, Fact, Flag, Unloadable
+from rlctl.config.facts import Decided, Fact, Flag, Named, Unloadable
 from rlctl.config.other_trainers import counterpart
 from rlctl.config.passthrough import annotation, installed_field, section_with
 from rlctl.config.section import PassThrough, Section
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from rlctl.config.recipes import Importer
 
 
-Mark = Fact | Decided | Unloadable | Flag
-MARKS = (Fact, Decided, Unloadable, Flag)
-M = TypeVar("M", Decided, Unloadable, Flag)
+Mark = Fact | Decided | Unloadable | Flag | Named
+MARKS = (Fact, Decided, Unloadable, Flag, Named)
+M = TypeVar("M", Decided, Unloadable, Flag, Named)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Schema:
     """The keys of configuration classes. Where several have a section, the first one's class comes first."""
 
     classes: tuple[type[Section], ...]
+    names: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, hash=False)
+    """Names that keys with the mark `Named` take, by group."""
 
     @functools.cached_property
     def sections(self) -> dict[str, tuple[type[Section], ...]]:
@@ -75,6 +78,11 @@ class Schema:
     def with_mark(self, kind: type[M]) -> dict[str, M]:
         """Return the mark of this class of each key that has one."""
         return {key: mark for key, several in self.marks.items() for mark in several if isinstance(mark, kind)}
+
+    def choices(self, key: str) -> tuple[str, ...]:
+        """Return the values that a key with the mark `Named` takes; empty: any, or they are unknown here."""
+        named = next((mark for mark in self.marks.get(key, ()) if isinstance(mark, Named)), None)
+        return (*named.also, *self.names[named.group]) if named is not None and named.group in self.names else ()
 
     def field(self, key: str) -> FieldInfo | None:
         """Return the field of a dotted key or of an open mapping's key; None if unknown.

@@ -25,6 +25,7 @@ from rlctl.methods.available import (
     registered,
 )
 from rlctl.recipes.available import importers
+from rlctl.transport import available as transports
 
 DEFAULT_METHOD = "grpo"
 
@@ -34,11 +35,16 @@ def schema() -> Schema:
     return _schema(tuple(sys.path), registered())
 
 
+def names_of_values() -> dict[str, tuple[str, ...]]:
+    """Return the names that keys take, by the entry-point group of packages that bring more."""
+    return {transports.GROUP: transports.names()}
+
+
 @functools.cache
 def _schema(places: tuple[str, ...], registered: tuple[str, ...]) -> Schema:
     """`places`, where packages are looked for, and the registered methods decide which classes exist; reading packages
     takes 30 ms."""
-    return Schema((config_class(DEFAULT_METHOD), *config_classes()))
+    return Schema((config_class(DEFAULT_METHOD), *config_classes()), names_of_values())
 
 
 def registry() -> Registry:

@@ -36,6 +36,7 @@ from rlctl.planner.make_plan import Refusal, make_plan
 from rlctl.planner.result import Plan
 from rlctl.settings.config import EngineConfig, RlctlConfig, RolloutConfig
 from rlctl.settings.training import TrainingConfig
+from rlctl.transport.available import storing, transport_facts
 
 DRIVER_LIMIT_S = 30.0
 PROMPT_TOKENS = 128
@@ -395,14 +396,13 @@ def _lacks_transformer_engine(config: RlctlConfig, assume: str | None) -> bool:
 
 
 def require_mover(config: EngineConfig, pins: Mapping[str, Any], *, trains: bool) -> None:
-    """Raise ConfigError where the disk mover has no directory, or another one has."""
-    if pins.get("refit.mover") == "disk" and config.refit.directory is None and trains:
+    """Raise ConfigError where a mover lacks the directory that it needs, or has one that it does not use."""
+    mover, directory = pins.get("refit.mover"), config.refit.directory
+    if mover is not None and trains:
+        transport_facts(mover).require_directory(directory)
+    if directory is not None and (mover is None or not transport_facts(mover).stored):
+        users = list(storing())
         raise ConfigError(
-            "refit.mover = disk needs refit.directory.",
-            "Name a directory that every node can see: --set refit.directory=DIR.",
-        )
-    if config.refit.directory is not None and pins.get("refit.mover") != "disk":
-        raise ConfigError(
-            f"refit.directory = {config.refit.directory} has no effect: only refit.mover = disk uses one.",
-            "Remove it, or add --set refit.mover=disk.",
+            f"refit.directory = {directory} has no effect: only refit.mover = {' or '.join(users)} uses one.",
+            f"Remove it, or add --set refit.mover={users[0]}.",
         )

@@ -19,6 +19,7 @@ from rlctl.planner.search.feasible_plans import (
     device_seconds,
     dimensions,
     feasible_plans,
+    places_of,
     preference,
     score,
     untried_kinds,
@@ -26,6 +27,7 @@ from rlctl.planner.search.feasible_plans import (
 from rlctl.planner.views.advice import no_plan, why_none
 from rlctl.planner.views.reasons import reasons_for
 from rlctl.telemetry.phases import Phase
+from rlctl.transport.available import transport_facts
 
 OTHER = "dtensor"
 """The fallback backend, if none is requested."""
@@ -217,18 +219,10 @@ def _check_devices(request: Request) -> None:
 
 
 def _check_mover(request: Request) -> None:
-    mover, colocated, cluster = request.pin("refit.mover"), request.pin("generation.colocated"), request.cluster
+    mover, colocated = request.pin("refit.mover"), request.pin("generation.colocated")
     apart = colocated is False or (colocated is None and request.pin("generation.devices") is not None)
-    shared = {"cuda-ipc": "devices"} | ({"shared-memory": "nodes"} if cluster.nodes > 1 else {})
-    if mover == "cuda-ipc" and cluster.is_cpu:
-        raise ConfigError("refit.mover = cuda-ipc, but the engines compute on a CPU.", "Use auto or shared-memory.")
-    if apart and mover in shared:
-        why = f"but with generation.colocated = false engines have {shared[mover]} of their own."
-        raise ConfigError(f"refit.mover = {mover}, {why}", "Use auto or collective.")
-    if mover == "collective" and not apart and not cluster.is_cpu and request.workload.engines:
-        why = "but engines share GPUs with the policy, and NCCL takes one process of each GPU."
-        hint = "Use auto or cuda-ipc, or give the engines GPUs: --set generation.colocated=false."
-        raise ConfigError(f"refit.mover = collective, {why}", hint)
+    if mover is not None and request.workload.engines:
+        transport_facts(mover).require_place(places_of(request.cluster, apart=apart))
 
 
 def _clearly_faster(plan: Plan, best: Plan) -> bool:

@@ -76,6 +76,7 @@ from rlctl.telemetry.metrics import Metric
 from rlctl.telemetry.phases import Phase
 from rlctl.telemetry.start_watch import bounded_wait
 from rlctl.training.method import Method, declared
+from rlctl.transport.available import storing, transport_facts
 
 log = logging.getLogger(__name__)
 ASSUMED_GPU = "h100"
@@ -565,17 +566,10 @@ def _require_places(config: RlctlConfig) -> None:
 
 
 def _require_refit_directory(config: RlctlConfig) -> None:
-    """Raise InputError where the disk mover could write nothing; it makes the directory itself."""
-    engines = config.engine_settings
-    if engines is None or (directory := engines.refit.directory) is None:
-        return
-    place = Path(directory).absolute()
-    there = next(folder for folder in (place, *place.parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(
-            f"refit.directory = {directory} cannot be written to: {there} is not a directory that takes files.",
-            "Name another: --set refit.directory=DIR.",
-        )
+    """Raise InputError if the mover can store nothing in its directory."""
+    refit = config.engine_settings.refit if config.engine_settings else None
+    if refit is not None and refit.directory is not None and refit.mover in storing():
+        transport_facts(refit.mover).check_directory(refit.directory)
 
 
 def _no_room(new: int, length: int) -> InputError:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlctl.errors import ConfigError
+from rlctl.config.facts import UNDECIDED
 from rlctl.refit.records import SenderPlace, Share, TableRow
-from rlctl.transport.movers import MOVERS
+from rlctl.transport.available import choose, transport_facts
+from rlctl.transport.facts import Places
 from rlctl.transport.rounds import Channel, Connection, Need, buffer_bytes, cut_rounds
 
 MIB = 1 << 20
@@ -23,33 +24,25 @@ def staging_bytes(staging_mb: int | None, needs: Sequence[Need]) -> int:
     return GPU_STAGING if any(need.device.startswith("cuda") for need in needs) else CPU_STAGING
 
 
-def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SenderPlace], directory: str | None) -> str:
-    """The mover asked for, or with `auto` one that fits the engines' places. Raises ConfigError if it cannot work.
-    Shared GPUs whose memory cannot be shared between processes (WSL2) use shared memory of the host."""
-    nodes = {place.node for place in places}
-    away = [need for need in needs if need.node not in nodes]
-    devices = {place.device for place in places}
-    elsewhere = [need for need in needs if need.device not in devices]
-    gpus = any(need.device.startswith("cuda") for need in needs)
-    if asked == "auto":
-        if gpus:
-            return "collective" if elsewhere else "shared-memory" if why_not_shared(places) else "cuda-ipc"
-        return "collective" if away else "shared-memory"
-    if asked == "cuda-ipc" and (not gpus or elsewhere):
-        where = f"{elsewhere[0].name} has a device of its own" if gpus else "the engines compute on a CPU"
-        raise ConfigError(f"refit.mover = {asked}, but {where}.", "Use auto or collective.")
-    if asked == "cuda-ipc" and (why := why_not_shared(places)):
-        raise ConfigError(f"refit.mover = {asked}, but {why}.", "Use auto or shared-memory.")
-    if asked == "shared-memory" and away:
-        raise ConfigError(
-            f"refit.mover = {asked}, but no policy rank is on the node of {away[0].name} ({away[0].node}).",
-            "Use auto or collective.",
-        )
-    if asked == "disk" and directory is None:
-        raise ConfigError(
-            "refit.mover = disk needs refit.directory.",
-            "Name a directory that all nodes see: --set refit.directory=DIR.",
-        )
+def where(needs: Sequence[Need], places: Sequence[SenderPlace]) -> Places:
+    """Return where the engines' workers compute, beside the policy's ranks."""
+    nodes, devices = {place.node for place in places}, {place.device for place in places}
+    away = next((need for need in needs if need.node not in nodes), None)
+    elsewhere = next((need for need in needs if need.device not in devices), None)
+    return Places(
+        on_cpu=not any(need.device.startswith("cuda") for need in needs),
+        elsewhere=f"{elsewhere.name} has a device of its own" if elsewhere else "",
+        away=f"no policy rank is on the node of {away.name} ({away.node})" if away else "",
+        barred=why_not_shared(places),
+    )
+
+
+def choose_mover(asked: str, places: Places, directory: str | None) -> str:
+    """Return the mover asked for, or with `auto` one that fits the places. Raises ConfigError if it cannot work."""
+    if asked in UNDECIDED:
+        return choose(places)
+    transport_facts(asked).require_place(places)
+    transport_facts(asked).require_directory(directory)
     return asked
 
 
@@ -79,7 +72,7 @@ def plan_channels(
     near = {place.node for place in places}
     # Where messages are sent, a rank may have buffers for channels of every kind, which share the room of one. There
     # are no more rounds for it: each worker of an engine has a part of the model.
-    alone = MOVERS[mover].staging and len({shared_place(mover, one) for one in (*needs, *places)}) == 1
+    alone = transport_facts(mover).shares != "" and len({shared_place(mover, one) for one in (*needs, *places)}) == 1
     kinds = 1 if alone else len({key[1:] for key in groups})
     for index, own in enumerate(groups.values()):
         first, *more = sorted(own, key=lambda need: (need.node not in near, need.node))
@@ -103,7 +96,7 @@ def plan_channels(
 
 def shared_place(mover: str, party: Need | SenderPlace) -> str | None:
     """Return the place that two parties must share for staging memory; None: none."""
-    return {"shared-memory": party.node, "cuda-ipc": party.device}.get(mover)
+    return {"": None, "node": party.node, "device": party.device}[transport_facts(mover).shares]
 
 
 def meeting_host(needs: Sequence[Need], places: Sequence[SenderPlace]) -> str:

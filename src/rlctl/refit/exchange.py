@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from rlctl.refit.records import SenderSetup
-from rlctl.transport.collective import Message, Pending, TransferGroup
-from rlctl.transport.movers import MOVERS
+from rlctl.transport.available import transport_facts
+from rlctl.transport.process_group import Message, Pending, TransferGroup
 from rlctl.transport.round_buffers import Images, Packer, by_round, message_parts
 from rlctl.transport.rounds import Rounds
 from rlctl.weights.transfer_plan import TransferPlan
@@ -30,7 +30,7 @@ def relay(senders: Sequence[int], rank: int) -> int:
 
 def needs_exchange(setup: SenderSetup) -> bool:
     """Whether some rank does not reach the staging memory of some channel. Every rank finds the same."""
-    if MOVERS[setup.channels[0].connection.mover].messages:
+    if not transport_facts(setup.channels[0].connection.mover).shares:
         return False
     return any(len(channel.senders) < len(setup.places) for channel in setup.channels)
 

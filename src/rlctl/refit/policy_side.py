@@ -21,14 +21,13 @@ from rlctl.cluster.placement import node_address
 from rlctl.garbage import many_objects
 from rlctl.refit.exchange import Exchange, needs_exchange, relay
 from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent
-from rlctl.transport import disk
 from rlctl.transport.changed_elements import ChangePacker
-from rlctl.transport.collective import CollectiveSender, ServedStore
-from rlctl.transport.cuda_ipc import device_name, why_not_shared
-from rlctl.transport.movers import MOVERS, Sender, make_staging, open_sender
+from rlctl.transport.device_memory import device_name, why_not_shared
+from rlctl.transport.movers import Sender, Transport, transport
+from rlctl.transport.process_group import ServedStore
 from rlctl.transport.round_buffers import Packer, source_view
 from rlctl.transport.rounds import ChangeSizes, Channel, Lengths, chunk_layout, cut_rounds, whole_tensors
-from rlctl.transport.shared_memory import Staging, this_node
+from rlctl.transport.staging import Staging, this_node
 from rlctl.weights.plan_execution import transformed
 from rlctl.weights.readings import combine
 from rlctl.weights.transfer_plan import Copy, RememberingWorld, TransferPlan, World, receive_plan
@@ -50,6 +49,7 @@ class SenderState:
     """Everything that a rank keeps between refits."""
 
     world: World
+    transport: Transport
     staging: dict[int, Staging]
     """Memory that this rank made, by channel."""
     store: ServedStore | None
@@ -88,11 +88,12 @@ class RefitSender:
 
     def refit_make(self, channels: tuple[Channel, ...], places: tuple[SenderPlace, ...], host: str) -> Made:
         self.refit_close()
-        own = (channel for channel in channels if channel.senders[0] == self.rank)
-        made = {channel.index: staging for channel in own if (staging := make_staging(channel, self._device()))}
         link = channels[0].connection
-        store = ServedStore(host, link.timeout_s) if link.mover == "collective" and self.rank == 0 else None
-        state = self._refit = SenderState(RememberingWorld(self.source.layouts()), made, store)
+        mover = transport(link.mover)
+        own = (channel for channel in channels if mover.shares and channel.senders[0] == self.rank)
+        made = {channel.index: mover.make_staging(channel, self._device()) for channel in own}
+        store = ServedStore(host, link.timeout_s) if mover.joins and self.rank == 0 else None
+        state = self._refit = SenderState(RememberingWorld(self.source.layouts()), mover, made, store)
         with many_objects():
             state.plans = {channel.index: _plan(state.world, channel, channels, places) for channel in channels}
         addresses = {index: one.segment.address for index, one in made.items()}
@@ -109,8 +110,7 @@ class RefitSender:
             for channel in setup.channels:
                 problems += self._open_channel(state, channel)
         for end in state.ends.values():
-            if isinstance(end.sender, CollectiveSender):
-                end.sender.introduce()
+            end.sender.introduce()
         return tuple(problems[:8])
 
     def _open_channel(self, state: SenderState, channel: Channel) -> list[str]:
@@ -121,12 +121,12 @@ class RefitSender:
         own, inside = plan.from_rank(self.rank), self.rank in channel.senders
         if not own and not inside:
             return plan.problems()
-        messages = MOVERS[link.mover].messages
+        messages = not state.transport.shares
         packer = Packer(rounds, own, message=messages or not inside, rounding=self.source.rounding)
         state.rounds = max(state.rounds, len(rounds))
         if inside:
             staging = state.staging.get(channel.index)
-            sender = open_sender(channel, self.rank, packer, staging=staging, device=self._device())
+            sender = state.transport.sender(channel, self.rank, packer, staging=staging, device=self._device())
             place = 0 if messages else channel.senders.index(self.rank)
             changes = ChangePacker(packer, channel, place) if link.sparse else None
             state.ends[channel.index] = ChannelEnd(channel, packer, sender, changes)
@@ -220,11 +220,11 @@ class RefitSender:
 
     def refit_publish(self, version: int) -> None:
         if self.rank == 0:
-            disk.publish(self._state().setup.channels[0].connection.directory, version)
+            self._state().transport.publish(self._directory(), version)
 
     def refit_retire(self, version: int | None) -> None:
         if self.rank == 0:
-            disk.remove_others(self._state().setup.channels[0].connection.directory, version)
+            self._state().transport.retire(self._directory(), version)
 
     def refit_fingerprints(self, tensors: list[str] | None = None) -> dict[str, int]:
         wanted = None if tensors is None else set(tensors)
@@ -292,6 +292,11 @@ class RefitSender:
         for copy in state.whole_copies:
             if tensors is None or copy.tensor in tensors:
                 yield copy, source_view(copy, parameters)
+
+    def _directory(self) -> str:
+        directory = self._state().setup.channels[0].connection.directory
+        assert directory is not None  # every session has one
+        return directory
 
     def _state(self) -> SenderState:
         assert self._refit is not None  # `refit_make` came before

@@ -57,7 +57,7 @@ class Made:
     store_port: int | None = None
     """Port of the store at which collective groups meet."""
     sends: frozenset[int] = frozenset()
-    """With the collective mover: the channels in which this rank has something to send."""
+    """In a process group: the channels in which this rank has something to send."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class RefitReport:
     """They are all that can be compared, and not a sample."""
     decoding: float | None = None
     """Mean absolute log-prob difference of decoded tokens; None: not checked."""
-    mover: str = "shared-memory"
+    mover: str = ""
     receive: str = "loader"
     """`direct`, `loader`, or `mixed`."""
     shares: tuple[Share, ...] = ()

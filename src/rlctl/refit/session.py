@@ -18,6 +18,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from rlctl.backends.base import WeightReceiver
 from rlctl.cluster.workers import WorkerGroup, wait_together
+from rlctl.config.facts import UNDECIDED
 from rlctl.errors import VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.channels import (
@@ -28,13 +29,15 @@ from rlctl.refit.channels import (
     shared_place,
     shares_of,
     staging_bytes,
-    why_not_shared,
+    where,
 )
 from rlctl.refit.records import RefitReport, SenderPlace, SenderSetup, Sent, Share, TableRow
 from rlctl.refit.verify import TensorComparison, compare, require_as_converted, require_equal, source_sums
 from rlctl.refit.weight_sender import WeightSender
 from rlctl.settings.generation import RefitConfig
 from rlctl.telemetry.phases import RefitPhase
+from rlctl.transport.available import transport_facts
+from rlctl.transport.facts import TransportFacts
 from rlctl.transport.movers import Received
 from rlctl.transport.rounds import (
     EMPTY_BYTES,
@@ -98,6 +101,11 @@ class RefitSession:
         self._dtype, self._converted, self._converted_at = dtype, converted or {}, converted_at
 
     @property
+    def transport(self) -> TransportFacts:
+        """The facts of the mover; once the session is open."""
+        return transport_facts(self.mover)
+
+    @property
     def payload_bytes(self) -> int:
         return sum(row.bytes for row in self.setup.table)
 
@@ -119,9 +127,9 @@ class RefitSession:
         table = _as_held(self.setup.table, needs)
         self.paths = paths_of(table, needs)
         self.shares = shares_of(table, self.paths)
-        self.mover = choose_mover(self.settings.mover, needs, places, self.settings.directory)
-        why = why_not_shared(places) if self.settings.mover == "auto" and self.mover == "shared-memory" else ""
-        self.note = f"{why}: refits go through shared memory of the host" if why else ""
+        together = where(needs, places)
+        self.mover = choose_mover(self.settings.mover, together, self.settings.directory)
+        self.note = self.transport.remark(together) if self.settings.mover in UNDECIDED else ""
         self._base, self._whole_only = None, self._why_whole(needs, places)
         channels = plan_channels(
             self.mover,
@@ -130,7 +138,7 @@ class RefitSession:
             staging_bytes=staging_bytes(self.settings.staging_mb, needs),
             timeout_s=self.settings.timeout_s,
             sparse=self.settings.sparse and not self._whole_only,
-            directory=str(Path(self.settings.directory or ".").absolute() / f"rlctl-refit-{secrets.token_hex(4)}"),
+            directory=self.transport.session_directory(self.settings.directory, f"rlctl-refit-{secrets.token_hex(4)}"),
         )
         self.setup = SenderSetup(table, places, self._prepared(channels, needs, places))
         links = {name: c.connection for c in self.setup.channels for name in c.connection.receivers}
@@ -182,7 +190,7 @@ class RefitSession:
         begun = time.perf_counter()
         self._wait("begin", self.engines, WeightReceiver.refit_begin, version)
         moving = time.perf_counter()
-        self.broken = self.mover == "collective"
+        self.broken = self.transport.joins
         lengths, sparse = self._changes() if self.settings.sparse else (None, None)
         compared_s = time.perf_counter() - moving
         base, self._base = self._base, None  # whatever fails from here on, the next refit sends everything
@@ -200,7 +208,7 @@ class RefitSession:
         seconds = {
             RefitPhase.WAKE: moving - begun,
             **({RefitPhase.EXCHANGE: exchanged} if exchanged else {}),
-            RefitPhase.PACK if self.mover in ("shared-memory", "cuda-ipc") else RefitPhase.TRANSFER: waited - exchanged,
+            RefitPhase.PACK if self.transport.shares else RefitPhase.TRANSFER: waited - exchanged,
             RefitPhase.LOAD: ended - moving - waited - reset,
             RefitPhase.CACHE_RESET: reset,
         }
@@ -228,8 +236,8 @@ class RefitSession:
 
     def _why_whole(self, needs: list[Need], places: tuple[SenderPlace, ...]) -> str:
         """The reason why this session can never send only changed elements; empty: it can."""
-        if self.mover == "disk":
-            return "the disk mover sends whole boxes"
+        if self.transport.whole_only:
+            return self.transport.whole_only
         if len({shared_place(self.mover, place) for place in places}) > 1:
             return "boxes are exchanged between policy ranks, which sends them whole"
         return next((need.whole_only for need in needs if need.whole_only), "")
@@ -260,7 +268,7 @@ class RefitSession:
         """Send everything, or `lengths` of changes since `base`, until a side fails. Return the ranks' reports and the
         seconds before loading began."""
         update: dict[str, Any] = {"version": version, "attempt": self.attempts}
-        if self.mover == "disk":  # a version is read once it is complete
+        if self.transport.stored:  # a version is read once it is complete
             begun = time.perf_counter()
             sent = self._wait("transfer", self.policy, WeightSender.refit_send, version, self.attempts)
             self._wait("transfer", self.policy, WeightSender.refit_publish, version)
@@ -330,7 +338,7 @@ class RefitSession:
     def abandon(self) -> None:
         """Remove what would outlive the processes, which are to end."""
         self.opened = self.broken = False
-        if self.mover == "disk" and self.setup.channels:
+        if self.setup.channels and self.transport.stored:
             self._tolerantly(self.policy, WeightSender.refit_retire, None)
 
     def _tolerantly(

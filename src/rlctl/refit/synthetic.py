@@ -18,10 +18,10 @@ from rlctl.errors import WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.refit.policy_side import RefitSender
-from rlctl.transport.cuda_ipc import device_name
+from rlctl.transport.device_memory import device_name
 from rlctl.transport.movers import Received
 from rlctl.transport.rounds import Connection, Need, Route
-from rlctl.transport.shared_memory import this_node
+from rlctl.transport.staging import this_node
 from rlctl.weights.layout import Layout
 from rlctl.weights.plan_execution import dtype_of
 from rlctl.weights.readings import Reading

@@ -44,10 +44,10 @@ class WeightSender(Protocol):
         ...
 
     def refit_publish(self, version: int) -> None:
-        """With the disk mover: make `version` visible once every rank has written."""
+        """If the transport stores versions: make `version` visible once every rank has written."""
 
     def refit_retire(self, version: int | None) -> None:
-        """With the disk mover: remove the other versions (None: all) once every engine has loaded."""
+        """If the transport stores versions: remove the other versions (None: all) once every engine has loaded."""
 
     def refit_fingerprints(self, tensors: list[str] | None = None) -> dict[str, int]:
         """Fingerprints of this rank's share of each tensor (None: all) in the engine's dtype; the shares add up."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlctl.config.facts import CHOSEN, FREE, LAYOUT, PLANNED, REHEARSAL_DETAIL, Flag
+from rlctl.config.facts import CHOSEN, FREE, LAYOUT, PLANNED, REHEARSAL_DETAIL, Flag, Named
 from rlctl.config.section import (
     MOST,
     Bytes,
@@ -138,13 +138,14 @@ class RefitConfig(Section):
     verify_sample: NonNegative = 8
     """Number of tensors to compare in all other refits, different ones each time; 0: none."""
     mover: Annotated[
-        Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"],
+        str,
+        Named("rlctl.transports", also=("auto",)),
         PLANNED,
         Flag("mover", "Transport of the weights; auto chooses by where the engines run."),
     ] = "auto"
     """Transport of the weights; auto chooses by where the engines run."""
     directory: PathText | None = None
-    """Shared directory where the disk mover writes weight versions."""
+    """Shared directory where the disk mover writes weight versions, or the place of another mover that stores them."""
     sparse: Annotated[
         bool, Flag("sparse", "Send only changed elements; the test then changes few of them between refits.")
     ] = False

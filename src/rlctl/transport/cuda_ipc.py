@@ -1,76 +1,67 @@
-"""The CUDA IPC mover: two buffers on a shared device. Policy ranks on other devices send boxes over the policy's
-process group. Memory is shared through torch.multiprocessing's reductions (torch/multiprocessing/reductions.py)."""
+"""The CUDA IPC transport: two buffers on a GPU that policy and engine share. Policy ranks on other GPUs send boxes over
+the policy's process group."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
+from rlctl.transport.facts import Places, Refusal
+from rlctl.transport.movers import Receiver, Sender, Transport
+from rlctl.transport.rounds import Channel, Connection, Rounds
+from rlctl.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
-from rlctl.transport.round_buffers import Packer
-from rlctl.transport.rounds import Channel, Connection, Rounds, cut_rounds
-from rlctl.transport.shared_memory import Segment, SharedMemoryReceiver, SharedMemorySender, Staging, ring_bytes
+if TYPE_CHECKING:
+    import torch
 
-# Place of the device index among the arguments of `rebuild_cuda_tensor`: each process numbers its visible devices
-# itself.
-_DEVICE = 6
+    from rlctl.transport.round_buffers import Packer
+    from rlctl.transport.staging import Staging
 
 
-def device_name(device: torch.device) -> str:
-    if device.type != "cuda":
-        return device.type
-    return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+class CudaIpc(Transport):
+    """Memory of a GPU on which a policy rank and an engine worker take turns."""
 
+    name = "cuda-ipc"
+    way = "Policy and engines share a node's memory."
+    shares = "device"
 
-def why_not_shared(device: torch.device) -> str:
-    """Return the reason why this process's GPU memory cannot be shared, as on WSL2; empty: it can, or no GPU."""
-    if device.type != "cuda":
-        return ""
-    try:
-        with _segments_of_their_own(device):
-            _share(torch.empty(512, dtype=torch.uint8, device=device))
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
-    return ""
+    def suits(self, places: Places) -> bool:
+        return not (places.on_cpu or places.elsewhere or places.barred)
 
+    def refusal(self, places: Places) -> Refusal | None:
+        if places.on_cpu:
+            return Refusal("the engines compute on a CPU", "Use auto or shared-memory.")
+        if places.elsewhere:
+            return Refusal(places.elsewhere, "Use auto or collective.")
+        return Refusal(places.barred, "Use auto or shared-memory.") if places.barred else None
 
-def make_staging(channel: Channel, device: torch.device) -> Staging:
-    link, rounds = channel.connection, cut_rounds(channel.layout, channel.connection.capacity)
-    parties = len(link.senders) + len(link.receivers)
-    with _segments_of_their_own(device):
-        buffers = [torch.empty(link.capacity, dtype=torch.uint8, device=device) for _ in range(min(2, len(rounds)))]
-    return Staging(Segment.create(ring_bytes(parties, 0, 0)), buffers, tuple(map(_share, buffers)))
+    def make_staging(self, channel: Channel, device: torch.device) -> Staging:
+        from rlctl.transport.device_memory import device_staging
 
+        return device_staging(channel, device)
 
-@contextmanager
-def _segments_of_their_own(device: torch.device) -> Iterator[None]:
-    """Allocate plain new segments: CUDA IPC shares whole segments, which would keep cached ones alive, and expandable
-    segments need file descriptors that containers forbid."""
-    name = next((name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in os.environ), None)
-    settings = os.environ[name] if name else ""
-    fixed = settings.replace("expandable_segments:True", "expandable_segments:False")
-    if fixed != settings:  # torch resets what the text leaves out, so all of it is given
-        torch.cuda.memory._set_allocator_settings(fixed)
-    try:
-        with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device):
-            yield
-    finally:
-        if fixed != settings:
-            torch.cuda.memory._set_allocator_settings(settings)
+    def sender(
+        self, channel: Channel, rank: int, packer: Packer, *, staging: Staging | None, device: torch.device
+    ) -> Sender:
+        assert staging is not None  # the one rank on the device made it
+        return CudaIpcSender(channel, rank, packer, staging=staging)
+
+    def receiver(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> Receiver:
+        return CudaIpcReceiver(connection, rounds, name, device)
 
 
 class CudaIpcSender(SharedMemorySender):
     """Writes the rounds of the rank on the worker's device."""
 
-    def __init__(self, channel: Channel, rank: int, packer: Packer, *, staging: Staging, **_: object) -> None:
+    def __init__(self, channel: Channel, rank: int, packer: Packer, *, staging: Staging) -> None:
+        import torch
+
         super().__init__(channel, rank, packer, staging=staging)
         self.device = staging.buffers[0].device if staging.buffers else torch.device("cuda")
 
     def done(self, index: int, length: int) -> None:
-        torch.cuda.current_stream(self.device).synchronize()  # the copies have been made
+        from rlctl.transport.device_memory import finish_copies
+
+        finish_copies(self.device)
         super().done(index, length)
 
 
@@ -78,24 +69,13 @@ class CudaIpcReceiver(SharedMemoryReceiver):
     """Reads the rounds that the policy rank on the same device fills."""
 
     def __init__(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> None:
-        super().__init__(connection, rounds, name, device, [_open(handle, device) for handle in connection.handles])
+        from rlctl.transport.device_memory import open_buffer
+
+        super().__init__(connection, rounds, name, [open_buffer(handle, device) for handle in connection.handles])
         self.device = device
 
     def done(self, index: int) -> None:
-        torch.cuda.current_stream(self.device).synchronize()  # the copies out of the buffer have been made
+        from rlctl.transport.device_memory import finish_copies
+
+        finish_copies(self.device)  # out of the buffer
         super().done(index)
-
-
-def _share(buffer: torch.Tensor) -> tuple:
-    """The handle of `buffer` for one other process, which opens it once; `buffer` must be kept."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    return reduce_tensor(buffer)[1]
-
-
-def _open(handle: tuple, device: torch.device) -> torch.Tensor:
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    arguments: list[Any] = [*handle[:_DEVICE], index, *handle[_DEVICE + 1 :]]
-    return rebuild_cuda_tensor(*arguments)

@@ -1,4 +1,4 @@
-"""The disk mover, for debugging and for engines that share only a file system with trainers.
+"""The disk transport, for debugging and for engines that share only a file system with trainers.
 
 <directory>/version-7/channel-0-policy-rank-1 has a header (boxes) and the boxes by round. A version is written aside,
 flushed and renamed, so it is complete or absent.
@@ -11,20 +11,71 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO
-
-import torch
+from typing import TYPE_CHECKING, BinaryIO
 
 from rlctl.config.files import flush_one
-from rlctl.errors import VerificationError, WorkerError
-from rlctl.transport.round_buffers import Images, Packer
+from rlctl.errors import InputError, VerificationError, WorkerError
+from rlctl.transport.facts import Rates
+from rlctl.transport.movers import Receiver, Sender, Transport
 from rlctl.transport.rounds import Channel, Connection, Lengths, Rounds, decode_parts, encode_parts
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlctl.transport.round_buffers import Packer
+    from rlctl.transport.staging import Staging
 
 LENGTH_BYTES = 8
 
 
+class Disk(Transport):
+    """Files of whole versions in a directory that every node can see."""
+
+    name = "disk"
+    way = "Weights go through files."
+    stored = True
+    whole_only = "the disk mover sends whole boxes"
+
+    def detour_s(self, size: float, rates: Rates) -> float:
+        return 2 * size / rates.disk
+
+    def check_directory(self, directory: str) -> None:
+        place = Path(directory).absolute()
+        there = next(folder for folder in (place, *place.parents) if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise InputError(
+                f"refit.directory = {directory} cannot be written to: {there} is not a directory that takes files.",
+                "Name another: --set refit.directory=DIR.",
+            )
+
+    def publish(self, directory: str, version: int) -> None:
+        writing, final = _being_written(directory, version), version_directory(directory, version)
+        flush_one(writing)
+        if final.exists():
+            shutil.rmtree(final)
+        writing.rename(final)
+        flush_one(final.parent)
+
+    def retire(self, directory: str, version: int | None) -> None:
+        if not Path(directory).exists():
+            return
+        for path in Path(directory).glob("version-*"):
+            if version is None or path.name != f"version-{version}":
+                shutil.rmtree(path, ignore_errors=True)
+        if version is None:
+            Path(directory).rmdir()
+
+    def sender(
+        self, channel: Channel, rank: int, packer: Packer, *, staging: Staging | None, device: torch.device
+    ) -> Sender:
+        return DiskSender(channel, rank, packer)
+
+    def receiver(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> Receiver:
+        return DiskReceiver(connection, rounds)
+
+
 def version_directory(directory: str | None, version: int) -> Path:
-    assert directory is not None  # no channel is planned for the disk mover without one
+    assert directory is not None  # every session has one
     return Path(directory) / f"version-{version}"
 
 
@@ -36,31 +87,12 @@ def file_name(channel: int, sender: str) -> str:
     return f"channel-{channel}-{sender.replace(' ', '-')}"
 
 
-def publish(directory: str | None, version: int) -> None:
-    """Make a version visible that every sender has written."""
-    writing, final = _being_written(directory, version), version_directory(directory, version)
-    flush_one(writing)
-    if final.exists():
-        shutil.rmtree(final)
-    writing.rename(final)
-    flush_one(final.parent)
-
-
-def remove_others(directory: str | None, version: int | None) -> None:
-    """Remove every version but `version` (None: all, and the directory)."""
-    if directory is None or not Path(directory).exists():
-        return
-    for path in Path(directory).glob("version-*"):
-        if version is None or path.name != f"version-{version}":
-            shutil.rmtree(path, ignore_errors=True)
-    if version is None:
-        Path(directory).rmdir()
-
-
-class DiskSender:
+class DiskSender(Sender):
     """Writes one rank's boxes into its file of a channel."""
 
-    def __init__(self, channel: Channel, rank: int, packer: Packer, **_: object) -> None:
+    def __init__(self, channel: Channel, rank: int, packer: Packer) -> None:
+        import torch
+
         self.directory = channel.connection.directory
         self.name = file_name(channel.index, channel.connection.senders[channel.senders.index(rank)])
         self._header = encode_parts(packer.parts)
@@ -86,18 +118,19 @@ class DiskSender:
     def done(self, index: int, length: int) -> None:
         self._file.write(self._buffer[:length].numpy().data)
 
-    def close(self) -> None:
-        pass
 
-
-class DiskReceiver:
+class DiskReceiver(Receiver):
     """Reads rounds from the files of a finished version in a directory that both sides see."""
 
-    def __init__(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> None:
+    def __init__(self, connection: Connection, rounds: Rounds) -> None:
         self.connection, self.rounds = connection, rounds
 
     @contextmanager
     def begin(self, version: int, attempt: int, changes: Lengths | None = None) -> Iterator[None]:
+        import torch
+
+        from rlctl.transport.round_buffers import Images
+
         link = self.connection
         with ExitStack() as stack:
             self._files = [stack.enter_context(_opened(link, version, sender)) for sender in link.senders]
@@ -113,12 +146,6 @@ class DiskReceiver:
                     raise VerificationError(f"{file.name} ends before round {index + 1}.")
                 self.images.unpack(sender, index)
         return self.images.image(index)
-
-    def done(self, index: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def _opened(link: Connection, version: int, sender: str) -> BinaryIO:

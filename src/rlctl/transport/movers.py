@@ -1,21 +1,23 @@
-"""Interfaces of a channel's two ends, opened by mover name. A channel carries rounds of bytes; each mover has one file
-with both ends."""
+"""A transport with both ends of a channel, which carries rounds of bytes. Each technology has one file, whose class
+derives from `Transport`; torch is imported when an end is opened, so that the planner can read the facts."""
 
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from rlctl.transport.available import transport_facts
+from rlctl.transport.facts import TransportFacts
 from rlctl.transport.rounds import Channel, Connection, Lengths, Rounds
 
 if TYPE_CHECKING:
     import torch
 
     from rlctl.transport.round_buffers import Packer
-    from rlctl.transport.shared_memory import Staging
+    from rlctl.transport.staging import Staging
 
 
 class Sender(Protocol):
@@ -31,7 +33,11 @@ class Sender(Protocol):
         """Hand over this rank's part of round `index`: a message is in the first `length` bytes of that memory."""
         ...
 
-    def close(self) -> None: ...
+    def introduce(self) -> None:
+        """Send what the receiver must know before the first refit, once every channel of the rank is open."""
+
+    def close(self) -> None:
+        """Let go of memory and connections."""
 
 
 class Receiver(Protocol):
@@ -47,49 +53,36 @@ class Receiver(Protocol):
 
     def done(self, index: int) -> None:
         """Give back the bytes of round `index`."""
+
+    def close(self) -> None:
+        """Let go of memory and connections."""
+
+
+class Transport(TransportFacts):
+    """A transport: its facts, and both ends of a channel."""
+
+    def make_staging(self, channel: Channel, device: torch.device) -> Staging:
+        """Make the staging memory of a channel, on the rank that shares it with others (`shares`)."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def sender(
+        self, channel: Channel, rank: int, packer: Packer, *, staging: Staging | None, device: torch.device
+    ) -> Sender:
+        """Open the end of policy rank `rank`. `staging`: the memory that this rank made for the channel."""
         ...
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def receiver(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> Receiver:
+        """Open the end of the engine worker `name`."""
+        ...
 
 
-class Mover(NamedTuple):
-    """The file of a mover, and the first part of the names of its classes."""
-
-    file: str
-    name: str
-    messages: bool
-    """A rank sends its boxes in sequence instead of writing into the receiver's image."""
-    staging: bool
-    """One rank makes memory that the others write or read."""
-
-    def load(self, name: str) -> Any:
-        return getattr(import_module(f"rlctl.transport.{self.file}"), name)
-
-
-MOVERS = {
-    "shared-memory": Mover("shared_memory", "SharedMemory", messages=False, staging=True),
-    "cuda-ipc": Mover("cuda_ipc", "CudaIpc", messages=False, staging=True),
-    "collective": Mover("collective", "Collective", messages=True, staging=False),
-    "disk": Mover("disk", "Disk", messages=True, staging=False),
-}
-
-
-def make_staging(channel: Channel, device: torch.device) -> Staging | None:
-    """Make the staging memory of a channel, on the rank that shares it with others; None: the mover needs none."""
-    mover = MOVERS[channel.connection.mover]
-    return mover.load("make_staging")(channel, device) if mover.staging else None
-
-
-def open_sender(
-    channel: Channel, rank: int, packer: Packer, *, staging: Staging | None, device: torch.device
-) -> Sender:
-    mover = MOVERS[channel.connection.mover]
-    return mover.load(f"{mover.name}Sender")(channel, rank, packer, staging=staging, device=device)
-
-
-def open_receiver(connection: Connection, rounds: Rounds, name: str, device: torch.device) -> Receiver:
-    mover = MOVERS[connection.mover]
-    return mover.load(f"{mover.name}Receiver")(connection, rounds, name, device)
+def transport(name: str) -> Transport:
+    """Return a transport by its name. Raises InputError for an unknown name or a broken package."""
+    found = transport_facts(name)
+    assert isinstance(found, Transport)
+    return found
 
 
 class TimedReceiver:

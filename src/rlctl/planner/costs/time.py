@@ -34,6 +34,8 @@ from rlctl.planner.costs.parameters import (
 from rlctl.planner.costs.vision_tower import image_share, tower_operations
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.request import Request
+from rlctl.transport.available import transport_facts
+from rlctl.transport.facts import Rates
 
 CPU_MATMUL_EFFICIENCY = 0.65
 """Share of the CPU's matmul rate in a training step with packed rows (120 of 178 GFLOP/s on two AVX2 cores)."""
@@ -408,11 +410,8 @@ def refit_time(
     """Seconds to refit the engines, offloading before and waking after included. `mover` None: the fastest there is."""
     facts, cluster, device, constants = request.facts, request.cluster, request.cluster.device, request.constants
     payload = count(facts).total * element_bytes(choice)
-    detour = 0.0  # a mover that goes around the devices' memory writes one copy and reads it
-    if mover == "disk":
-        detour = 2 * payload / constants.disk_bytes_per_s
-    elif mover == "shared-memory" and not cluster.is_cpu:
-        detour = 2 * payload / (device.host_link * constants.pageable_copy)
+    host = math.inf if cluster.is_cpu else device.host_link * constants.pageable_copy
+    detour = transport_facts(mover).detour_s(payload, Rates(constants.disk_bytes_per_s, host)) if mover else 0.0
     if cluster.is_cpu:
         far = payload / device.network if cluster.nodes > 1 and not colocated else 0.0
         # Measured: 0.8 to 1.6 GB/s through shared memory, 0.1 s of handshakes.

@@ -12,7 +12,7 @@ from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
 from rlctl.planner.costs.engines import generation_memory, generation_time, steady_generation_time, weight_bytes
 from rlctl.planner.costs.time import refit_time
-from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import RANGES, Constants
 from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Plan, Rejected
@@ -22,6 +22,8 @@ from rlctl.planner.search.evidence import evidence, untried
 from rlctl.planner.search.layout_rules import not_runnable
 from rlctl.planner.search.teacher_search import with_teachers
 from rlctl.telemetry.phases import Phase
+from rlctl.transport.available import choose, transport_facts
+from rlctl.transport.facts import Places
 
 
 def feasible_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
@@ -45,7 +47,8 @@ def _modes(request: Request) -> list[bool]:
     colocated, cluster = request.pin("generation.colocated"), request.cluster
     if colocated is None and request.pin("generation.devices") is not None:
         colocated = False
-    if not request.workload.engines or request.pin("refit.mover") == "cuda-ipc":
+    mover = request.pin("refit.mover")
+    if not request.workload.engines or (mover is not None and transport_facts(mover).shares == "device"):
         return [True]
     if colocated is not None:
         return [bool(colocated)]
@@ -278,6 +281,13 @@ def believable(plans: list[Plan]) -> list[Plan]:
     return [chosen, *(plan for plan in plans if plan is not chosen)]
 
 
+def places_of(cluster: ClusterFacts, *, apart: bool) -> Places:
+    """Return where engines compute that share the policy's devices, or that have others (`apart`)."""
+    own = "with generation.colocated = false engines have {} of their own"
+    several = apart and cluster.nodes > 1
+    return Places(cluster.is_cpu, own.format("devices") * apart, own.format("nodes") * several)
+
+
 def untried_kinds(plan: Plan) -> list[str]:
     return untried(plan.facts, plan.cluster, plan.training, plan.generation)
 
@@ -297,10 +307,7 @@ def assemble(
     """Assemble a plan from layouts; one may be None."""
     cluster, mover, mfu = request.cluster, None, 0.0
     if training and generation:
-        own = "cuda-ipc" if colocated else "collective"
-        if cluster.is_cpu:
-            own = "shared-memory" if colocated or cluster.nodes == 1 else "collective"
-        mover = request.pin("refit.mover", own)
+        mover = request.pin("refit.mover") or choose(places_of(cluster, apart=not colocated))
     if training:
         flops = timing.model_flops(request, frozen=training.choice.adapters is not None)
         devices = cluster.nodes if cluster.is_cpu else training.choice.parallel.world_size

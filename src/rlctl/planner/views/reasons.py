@@ -16,6 +16,7 @@ from rlctl.planner.result import Plan, Reason, Rejected
 from rlctl.planner.search.evidence import has_published_sizes
 from rlctl.planner.search.policy_search import TeacherPlan
 from rlctl.telemetry.phases import Phase
+from rlctl.transport.available import transport_facts
 
 Ruled = tuple[str, object, str]
 """A key, its value, and the rule that chose it where the key is not pinned."""
@@ -55,9 +56,8 @@ def _ruled(plan: Plan, request: Request, rejected: list[Rejected], backend_rule:
             shortest = "Of the divisions tried, this one has the shortest step: "
             shortest += f"{trains:.1f} s of work for the policy, {plan.rollouts_s:.1f} s for the engines."
             yield "generation.devices", plan.engine_devices, shortest
-        shared = plan.mover in ("cuda-ipc", "shared-memory")
-        way = "Policy and engines share a node's memory." if shared else "Weights go from device to device."
-        yield "mover", plan.mover, way
+        assert plan.mover is not None  # weights go from the policy to the engines
+        yield "mover", plan.mover, transport_facts(plan.mover).way
         if (work := plan.workload).staleness is not None:
             rule = "Rollouts depend on run.seed only."
             if work.in_flight is not None:

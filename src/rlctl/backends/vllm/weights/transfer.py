@@ -28,10 +28,10 @@ from rlctl.backends.vllm.weights.write import (
     why_whole,
 )
 from rlctl.errors import ConfigError, RlctlError
-from rlctl.transport.cuda_ipc import device_name
+from rlctl.transport.device_memory import device_name
 from rlctl.transport.movers import Received
 from rlctl.transport.rounds import Connection, Need, whole_tensors
-from rlctl.transport.shared_memory import this_node
+from rlctl.transport.staging import this_node
 from rlctl.vector_math import warm_up
 from rlctl.weights.layout import Layout
 from rlctl.weights.readings import Reading

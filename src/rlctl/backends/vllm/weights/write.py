@@ -14,7 +14,7 @@ import torch
 from rlctl.backends.vllm.weights.locate import Storage, StoredMatrix, dtype_name, pack_expert
 from rlctl.errors import VerificationError, WorkerError
 from rlctl.transport.changed_elements import MOST_ELEMENTS, read_piece, region
-from rlctl.transport.movers import Receiver, TimedReceiver, open_receiver
+from rlctl.transport.movers import Receiver, TimedReceiver, transport
 from rlctl.transport.round_buffers import chunk_view, copy_all
 from rlctl.transport.rounds import Chunk, Connection, Lengths, Rounds, cut_rounds, rows_of
 from rlctl.weights.layout import Layout
@@ -261,7 +261,7 @@ class ReceivingEnd(ABC):
     def connect(self, connection: Connection, name: str) -> None:
         self.close()
         self.connection, self.rounds = connection, cut_rounds(self.layout, connection.capacity)
-        self.receiver = open_receiver(connection, self.rounds, name, self.device)
+        self.receiver = transport(connection.mover).receiver(connection, self.rounds, name, self.device)
 
     def receive(self, version: int, attempt: int, base: int | None = None, lengths: tuple[Lengths, ...] = ()) -> float:
         """Receive `version`, in full or as changes since `base` (`lengths` bytes per sender and round). Return seconds

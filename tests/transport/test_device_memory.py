@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlctl.transport import cuda_ipc
-from rlctl.transport.cuda_ipc import _segments_of_their_own
+from rlctl.transport import device_memory
+from rlctl.transport.device_memory import _segments_of_their_own
 
 
 @pytest.mark.parametrize("settings", ["max_split_size_mb:64,expandable_segments:True", "max_split_size_mb:64", None])
@@ -38,11 +38,11 @@ def test_a_gpu_whose_handles_cannot_be_made_is_noticed(monkeypatch: pytest.Monke
     def refuse(buffer: torch.Tensor) -> tuple:
         raise RuntimeError("CUDA error: operation not supported\nCUDA kernel errors might be reported later")
 
-    assert cuda_ipc.why_not_shared(torch.device("cpu")) == ""
+    assert device_memory.why_not_shared(torch.device("cpu")) == ""
     plain = torch.empty
-    monkeypatch.setattr(cuda_ipc, "_segments_of_their_own", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(cuda_ipc.torch, "empty", lambda *sizes, device, **options: plain(*sizes, **options))
-    monkeypatch.setattr(cuda_ipc, "_share", lambda buffer: (buffer,))
-    assert cuda_ipc.why_not_shared(torch.device("cuda:0")) == ""
-    monkeypatch.setattr(cuda_ipc, "_share", refuse)
-    assert cuda_ipc.why_not_shared(torch.device("cuda:0")) == "CUDA error: operation not supported"
+    monkeypatch.setattr(device_memory, "_segments_of_their_own", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(device_memory.torch, "empty", lambda *sizes, device, **options: plain(*sizes, **options))
+    monkeypatch.setattr(device_memory, "_share", lambda buffer: (buffer,))
+    assert device_memory.why_not_shared(torch.device("cuda:0")) == ""
+    monkeypatch.setattr(device_memory, "_share", refuse)
+    assert device_memory.why_not_shared(torch.device("cuda:0")) == "CUDA error: operation not supported"

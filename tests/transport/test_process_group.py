@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from rlctl.errors import WorkerError
-from rlctl.transport.collective import Message, ServedStore, TransferGroup
+from rlctl.transport.process_group import Message, ServedStore, TransferGroup
 from rlctl.transport.rounds import Rendezvous
 
 

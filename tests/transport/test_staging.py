@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from rlctl.errors import MachineError
-from rlctl.transport import shared_memory
-from rlctl.transport.shared_memory import DONE, Ring, Segment, ring_bytes
+from rlctl.transport import staging
+from rlctl.transport.staging import DONE, Ring, Segment, ring_bytes
 
 
 def test_a_count_is_written_after_its_bytes_and_bytes_are_read_after_their_count(
@@ -19,14 +19,14 @@ def test_a_count_is_written_after_its_bytes_and_bytes_are_read_after_their_count
         Ring(segment, ("sender",), ("receiver",), me, capacity=4096, buffers=2, timeout_s=10.0) for me in (0, 1)
     )
     barriers: list[int] = []
-    keep_order = shared_memory.keep_order
+    keep_order = staging.keep_order
 
     def noted() -> None:
         barriers.append(int(sender._cells[0, DONE]))
         keep_order()
 
-    monkeypatch.setattr(shared_memory, "KEEPS_ORDER", False)
-    monkeypatch.setattr(shared_memory, "keep_order", noted)
+    monkeypatch.setattr(staging, "KEEPS_ORDER", False)
+    monkeypatch.setattr(staging, "keep_order", noted)
     with sender.refit(1, 1), receiver.refit(1, 1):
         sender.wait_free(0).fill_(7)
         before = int(sender._cells[0, DONE])
@@ -41,8 +41,8 @@ def test_a_count_is_written_after_its_bytes_and_bytes_are_read_after_their_count
 
 
 def test_a_system_without_the_barrier_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "KEEPS_ORDER", False)
-    shared_memory.keep_order()
-    monkeypatch.setattr(shared_memory, "_LIBC", SimpleNamespace(syscall=lambda *_: -1))
+    monkeypatch.setattr(staging, "KEEPS_ORDER", False)
+    staging.keep_order()
+    monkeypatch.setattr(staging, "_LIBC", SimpleNamespace(syscall=lambda *_: -1))
     with pytest.raises(MachineError, match=r"needs membarrier.*--mover disk"):
-        shared_memory.keep_order()
+        staging.keep_order()
