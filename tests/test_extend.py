@@ -5,25 +5,48 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ray import cloudpickle
 
+from rlctl.backends.base import EngineWorker, PolicySpec
+from rlctl.backends.lookup import policy_backend
+from rlctl.backends.megatron.args import transformer_values
+from rlctl.cluster.placement import Placement
+from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.config.parallel import ParallelSpec
+from rlctl.config.plugins import load_named
 from rlctl.config.user_code import UserCode
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.environments.interface import Step
+from rlctl.errors import VerificationError
 from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.models import families
+from rlctl.refit.session import RefitSession
+from rlctl.refit.weight_sender import WeightSender
 from rlctl.rewards.user_function import user_scorer
+from rlctl.settings.generation import RefitConfig
+from rlctl.tiny_models.text import llama_config, tiny_config, write_tiny_model
 from rlctl.training.user_loss import UserLoss
+from rlctl.transport.available import transport_facts
+from rlctl.weights.vllm import VllmParallel
+from support import refit_workers
+from support.config_defaults import differences, written
 from support.token_batches import token_batch
 
+cloudpickle.register_pickle_by_value(refit_workers)
 EXTEND = Path(__file__).parents[1] / "examples" / "extend"
 
 
@@ -106,6 +129,105 @@ def test_the_parts_of_the_package_are_found(package: Path, tiny_llama: Path) -> 
     imported = rlctl(package, "config", "import", str(recipe), "--json")
     assert imported.returncode == 0, imported.stderr
     assert json.loads(imported.stdout)["values"] == {"model.name": "x", "optimizer.lr": 3e-6}
+
+
+@pytest.fixture
+def installed(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The example package in this process, and nothing of it afterwards."""
+    caches = (families.family, families.has_file, families.weights_of, transport_facts)
+    monkeypatch.syspath_prepend(str(package))
+    yield
+    for cache in caches:
+        cache.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rlctl_example"]:
+        del sys.modules[name]
+
+
+def test_the_family_reads_configurations_as_transformers_does(installed: None) -> None:
+    from transformers import SmolLM3Config
+
+    assert differences(families.family("smollm3")) == {}
+    published = written(SmolLM3Config())  # HuggingFaceTB/SmolLM3-3B has the defaults of its class, and more positions
+    facts = families.facts_from_hf_config(published)
+    assert facts.no_rope_layers == tuple(range(3, 36, 4))
+    spec = PolicySpec(facts)
+    policy_backend("megatron").require(spec)
+    frequencies = transformer_values(spec, te=False)["no_rope_freq"]
+    assert [1 - one for one in frequencies] == published["no_rope_layers"]
+    assert "no_rope_freq" not in transformer_values(replace(spec, facts=replace(facts, no_rope_layers=())), te=False)
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_the_family_has_a_tiny_model_for_a_rehearsal(installed: None, tmp_path: Path, layers: int) -> None:
+    from transformers import AutoModelForCausalLM, SmolLM3Config
+
+    facts = families.facts_from_hf_config(written(SmolLM3Config()))
+    tiny = write_tiny_model(tmp_path, tiny_config(facts, layers=layers))
+    assert tiny.no_rope_layers == tuple(range(1, layers, 2))
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(model).__name__ in families.family("smollm3").architectures
+
+
+def test_the_transport_takes_weights_through_a_store(
+    package: Path, installed: None, placement: Placement, tmp_path: Path
+) -> None:
+    """Ranks in Megatron's layouts and an engine worker in vLLM's, each a process that has the package."""
+    facts = families.facts_from_hf_config(llama_config(tied=True))
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])}
+    specs = [WorkerSpec({}, (placement.bundles[0],), env) for _ in range(3)]
+    slots = WorkerGroup("slot", refit_workers.Slot, specs, placement, tmp_path, start_timeout_s=120, call_timeout_s=60)
+    policy, engine = slots.part([0, 1], "policy"), slots.part([2], "engine")
+    sources = [(rank, facts, ParallelSpec(tp=2), "float32", None, "cpu", False) for rank in range(2)]
+    policy.call_each(refit_workers.Slot.become_source, sources)
+    engine.call(refit_workers.Slot.become_engine, 0, facts, VllmParallel(), "float32", None)
+    store = tmp_path / "store"
+    settings = RefitConfig(timeout_s=60, staging_mb=1, mover="object-store", directory=f"file://{store}")
+    session = RefitSession(policy, engine, facts, settings=settings, dtype="float32")
+    session.open()
+    assert session.mover == "object-store"
+    for version in (1, 2):
+        engine.call(EngineWorker.poison)
+        policy.call(WeightSender.refit_perturb, version, 0.1)
+        assert session.refit(version, verify=True).verified == len(session.setup.table)
+    assert [path.name for path in store.glob("*/*")] == ["2"]
+    with pytest.raises(VerificationError, match="holds no complete version 9"):
+        engine.call(EngineWorker.refit_receive, {"version": 9, "attempt": 9})
+    session.close()
+    assert list(store.iterdir()) == []
+    slots.kill()
+
+
+def test_the_transport_is_planned_and_checked(package: Path, tiny_llama: Path) -> None:
+    words = ["--model", str(tiny_llama), "--gpu", "cpu", "--set", "refit.mover=object-store"]
+    store = ["--set", "refit.directory=memory://weights"]
+    shown = rlctl(package, "plan", *words, *store, "--json")
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)["mover"] == "object-store"
+    lacking = rlctl(package, "plan", *words)
+    assert (lacking.returncode, "refit.mover = object-store needs refit.directory" in lacking.stderr) == (2, True)
+    other = rlctl(package, "plan", *words, "--set", "refit.mover=collective", *store)
+    assert "only refit.mover = disk or object-store uses one" in other.stderr
+    helped = rlctl(package, "refit-test", "--help")
+    assert "|object-store" in helped.stdout
+    wrong = rlctl(package, "config", "show", "--set", "refit.mover=object-stor")
+    assert (wrong.returncode, "'disk' or 'object-store'" in wrong.stderr) == (2, True)
+
+
+def test_the_adapter_asks_until_the_answer_is_right(package: Path, installed: None, tiny_llama: Path) -> None:
+    adapter: Any = load_named("rlctl.environments", "reasoning-attempts", {})
+    game = adapter("chain_sum", attempts=3, min_terms=2, max_terms=2)
+    terms = re.findall(r"-?\d+", game.reset({}, 5).partition("=")[0].replace(" - ", " + -"))
+    right = str(sum(map(int, terms)))
+    assert game.reset({}, 5) == adapter("chain_sum", min_terms=2, max_terms=2).reset({}, 5)
+    first, second = (game.step({"role": "assistant", "content": text}) for text in ("none", right))
+    assert (first.done, second.done, second.reward, second.metrics) == (False, True, 1.0, {"attempts": 2})
+    game.reset({}, 5)
+    last = [game.step({"role": "assistant", "content": "none"}) for _ in range(3)][-1]
+    assert (last.done, last.reward < 1) == (True, True)
+    words = ["--model", str(tiny_llama), "--data", "reasoning-gym:chain_sum", "--gpu", "cpu", "--max-length", "400"]
+    shown = rlctl(package, "train", "grpo", *words, "--env", "reasoning-attempts", "--dry-run", "--json")
+    assert shown.returncode == 0, shown.stderr
 
 
 def test_the_logger_writes_what_a_run_measures(package: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,34 @@ def test_a_backend_from_outside_is_looked_up_planned_and_shown(toy: PolicyBacken
 def test_a_backend_from_outside_refuses_for_itself(toy: PolicyBackend) -> None:
     with pytest.raises(ConfigError, match="the toy does not know tensor parallelism"):
         planned("training.tp=2")
+
+
+def test_a_fact_that_a_backend_does_not_read_is_refused() -> None:
+    """A package's family may derive `ModelFacts` with a fact that no backend of rlctl knows."""
+
+    @dataclass(frozen=True)
+    class Capped(ModelFacts):
+        logit_cap: float | None = None
+
+    plain = tiny_facts(tied=False)
+    spec = PolicySpec(Capped(**{field.name: getattr(plain, field.name) for field in fields(plain)}))
+    for name in ("megatron", "dtensor"):
+        policy_backend(name).require(spec)  # the default: nothing to compute
+    capped = replace(spec, facts=replace(spec.facts, logit_cap=30.0))
+    with pytest.raises(ConfigError, match=r"llama with logit_cap = 30\.0 is refused: the backend megatron"):
+        policy_backend("megatron").require(capped)
+    policy_backend("dtensor").require(capped)  # transformers reads config.json
+    policy_backend("megatron").require(replace(spec, facts=replace(spec.facts, no_rope_layers=(1,))))
+
+
+def test_each_fact_that_megatron_declares_stands_in_its_code() -> None:
+    reads = policy_backend("megatron").reads
+    assert reads is not None
+    assert reads <= {field.name for field in fields(ModelFacts)}
+    source = Path(lookup.__file__).parents[1]
+    places = [*source.glob("backends/megatron/*.py"), *source.glob("weights/*.py"), source / "models" / "facts.py"]
+    code = "\n".join(path.read_text() for path in places)
+    assert [name for name in reads if not re.search(rf"(facts|self)\.{name}\b|\b{name}=0", code)] == []
 
 
 def test_the_process_of_any_worker_holds_a_sender_of_its_weights(toy: PolicyBackend) -> None:

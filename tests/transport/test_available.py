@@ -68,7 +68,7 @@ def test_a_transport_has_both_ends_and_says_what_it_costs(name: str) -> None:
 
 
 def test_a_name_that_nothing_brings_is_refused() -> None:
-    with pytest.raises(InputError, match="No installed package brings 'pigeon' in rlctl.transports"):
+    with pytest.raises(InputError, match=r"No installed package brings 'pigeon' in rlctl\.transports"):
         transport_facts("pigeon")
     assert "pigeon" not in names()
     with pytest.raises(ConfigError, match=r"refit.mover = disk needs refit\.directory"):

@@ -4,7 +4,7 @@ imported on demand. `register_backend` and entry points of installed packages ad
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,10 +44,26 @@ class PolicyBackend:
     """Arguments of its classes, for dry runs."""
     refuse: Callable[[PolicySpec], None]
     """Raise ConfigError for combinations that it does not support."""
+    reads: frozenset[str] | None = None
+    """Facts of a model (fields of `ModelFacts`) by which it computes; None: it computes as transformers does, from
+    the model's config.json. A model with another fact is refused."""
     has_critic: bool = False
     """Whether its worker is a `CriticWorker` too, which can train a value model next to the policy."""
     takes_conversion: bool = False
     """Whether runs start from a Megatron checkpoint that the model was converted into (`model.convert`)."""
+
+    def require(self, spec: PolicySpec) -> None:
+        """Raise ConfigError for a combination that it does not support, or a fact of the model that it does not
+        read."""
+        for field in fields(spec.facts) if self.reads is not None else ():
+            value = getattr(spec.facts, field.name)
+            if field.name not in (self.reads or ()) and value != field.default:
+                raise ConfigError(
+                    f"model.name: a {spec.facts.family} with {field.name} = {value!r} is refused: the backend "
+                    f"{self.name} computes without regard to {field.name}.",
+                    "Train it with --backend dtensor, which computes as transformers does.",
+                )
+        self.refuse(spec)
 
 
 class MakeEngineSpec(Protocol):

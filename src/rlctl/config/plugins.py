@@ -25,6 +25,7 @@ EntryPointGroup = Literal[
     "rlctl.recipes",
     "rlctl.loggers",
     "rlctl.transports",
+    "rlctl.families",
 ]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
-from rlctl.models.families import FAMILIES, weights_of
+from rlctl.models.families import FAMILIES, has_file, weights_of
 from rlctl.models.matrices import Role
 
 OVERFLOWS_IN_FLOAT16 = ("gemma3", "Gemma3ForConditionalGeneration", "Gemma2ForCausalLM", "Glm4ForCausalLM")
@@ -57,7 +57,7 @@ def lone_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     """Return violations of single sizes by the model, for any number of ranks."""
     rules = (_tensor_problems, _pipeline_problems, _expert_problems)
     found = [problem for rule in rules for problem in rule(facts, parallel)]
-    known = facts.moe is not None and parallel.etp > 1 and facts.family in FAMILIES
+    known = facts.moe is not None and parallel.etp > 1 and has_file(facts.family)
     if known and Role.EXPERT_DOWN_BIAS in weights_of(facts).roles:
         found.append(Problem("training.etp", "Megatron-Core cannot split experts that have biases; it must be 1"))
     return found
@@ -99,7 +99,7 @@ def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
 def _divides(facts: ModelFacts) -> bool:
     """Whether tensor parallelism is known for a model without a family file: multimodal ones need a file for their
     language part."""
-    return facts.vision is not None and facts.vision.text_family in FAMILIES
+    return facts.vision is not None and has_file(facts.vision.text_family)
 
 
 def unpacked_rule(facts: ModelFacts) -> str:
@@ -148,7 +148,7 @@ def float8_problems(facts: ModelFacts, parallel: ParallelSpec) -> Iterator[Probl
 
 def family_problem(facts: ModelFacts, backend: str | None) -> str | None:
     """Return why `backend` (None: engines) cannot use the family; None: it can."""
-    if facts.family in FAMILIES or (facts.listed and backend in (None, "dtensor")):
+    if has_file(facts.family) or (facts.listed and backend in (None, "dtensor")):
         return None
     if facts.vision is not None:
         return f"model.name: the backend {backend} trains no images of {facts.family}; --backend dtensor does"

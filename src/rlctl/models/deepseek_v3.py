@@ -22,6 +22,22 @@ DEFAULTS = {
     "rope_interleave": True, "rope_theta": 10_000.0, "routed_scaling_factor": 2.5, "topk_group": 4,
 }  # fmt: skip
 """Values of transformers' DeepseekV3Config for keys that config.json leaves out."""
+TINY = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4,
+    "kv_lora_rank": 512, "q_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "moe_intermediate_size": 64, "n_shared_experts": 1, "first_k_dense_replace": 1, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
+    "moe_layer_freq": 1, "rope_interleave": True,
+}  # fmt: skip
+"""Keys of a tiny model's config.json beyond a tiny Llama's."""
+FULL = {
+    "num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "n_shared_experts": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    "norm_topk_prob": False,
+}  # fmt: skip
+"""Values that differ from the defaults, for tests."""
 ATTENTION = parts.LAYER + "self_attn."
 
 
@@ -116,3 +132,20 @@ def multi_token_prediction() -> tuple[Weight, ...]:
         Weight(Role.MTP_PROJECTION, parts.LAYER + "eh_proj.weight", ("hidden", "2*hidden")),
         Weight(Role.MTP_FINAL_NORM, parts.LAYER + "shared_head.norm.weight", ("hidden",)),
     )
+
+
+def tiny_like(facts: ModelFacts) -> dict[str, Any]:
+    """Attention, routing and further layers of the tiny model are of the same kinds."""
+    moe, mla = facts.moe, facts.mla
+    assert moe is not None
+    return {
+        "q_lora_rank": 64 if mla is not None and mla.q_lora_rank else None,
+        "n_group": min(2, moe.groups),
+        "topk_group": 1,
+        "n_shared_experts": 1 if moe.shared_expert_intermediate else 0,
+        "first_k_dense_replace": 1 if moe.dense_layers else 0,
+        "norm_topk_prob": moe.normalize_topk,
+        "routed_scaling_factor": moe.scaling,
+        "num_nextn_predict_layers": min(1, facts.mtp_layers),
+        "rope_interleave": facts.rope.interleaved,
+    }

@@ -154,6 +154,8 @@ class ModelFacts:
     """Multi-token-prediction layers after the last one."""
     listed: tuple[ListedTensor, ...] = ()
     """Every tensor, for models without a `models/` file."""
+    no_rope_layers: tuple[int, ...] = ()
+    """Layers (from 0) without rotary embedding."""
     unpacked: str = ""
     """Why rollouts cannot be packed, as a clause about the model; each then is a padded row. Empty: they can."""
     takes_adapters: bool = True

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
+from rlctl.config.plugins import EntryPointGroup, find_plugin, load_plugin, plugin_names
 from rlctl.errors import InputError, RlctlError
 from rlctl.models import other_families
 from rlctl.models.facts import ModelFacts
@@ -17,7 +19,10 @@ from rlctl.models.hf_config import OWN_FILE, completed
 from rlctl.models.matrices import ModelWeights
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "deepseek_v3", "gemma3", "gpt_oss")
-"""Files of this folder with `ARCHITECTURES`, `DEFAULTS`, `facts(config)` and `weights(facts)`."""
+"""Files of this folder with `PARTS`. An installed package adds its own in the entry-point group `rlctl.families`."""
+GROUP: EntryPointGroup = "rlctl.families"
+PARTS = ("ARCHITECTURES", "DEFAULTS", "TINY", "FULL", "facts", "weights")
+"""Names that a family file defines (`Family` has their meaning); `tiny_like` is optional."""
 
 
 BIASES = {"LlamaForCausalLM": ("attention_bias", "mlp_bias"), "Qwen3ForCausalLM": ("attention_bias",)}
@@ -35,28 +40,59 @@ class Family:
     """Defaults for missing config.json keys, from transformers' class."""
     facts: Callable[[dict[str, Any]], ModelFacts]
     weights: Callable[[ModelFacts], ModelWeights]
+    tiny: dict[str, Any]
+    """Keys of a tiny model's config.json beyond a tiny Llama's (`tiny_models/text.py`), for rehearsals and tests."""
+    full: dict[str, Any]
+    """Values that differ from `defaults`, as far as the file takes others, for tests."""
+    tiny_like: Callable[[ModelFacts], dict[str, Any]]
+    """Keys of a tiny model's config.json that follow the model in whose place it stands."""
+
+    @classmethod
+    def of(cls, name: str, file: Any) -> Family:
+        """Return the family of a file. Raises InputError for a file without one of `PARTS`."""
+        if missing := [part for part in PARTS if not hasattr(file, part)]:
+            raise InputError(
+                f"The file of the model family {name!r} has no `{missing[0]}`.", "docs/adding_a_model.md has its form."
+            )
+        like = getattr(file, "tiny_like", lambda facts: {})
+        return cls(name, file.ARCHITECTURES, file.DEFAULTS, file.facts, file.weights, file.TINY, file.FULL, like)
 
 
 @cache
 def families() -> tuple[Family, ...]:
-    modules = {name: import_module(f"rlctl.models.{name}") for name in FAMILIES}
-    return tuple(Family(name, m.ARCHITECTURES, m.DEFAULTS, m.facts, m.weights) for name, m in modules.items())
+    """Return rlctl's own families."""
+    return tuple(Family.of(name, import_module(f"rlctl.models.{name}")) for name in FAMILIES)
 
 
+@cache
 def family(name: str) -> Family:
     """Return the family `name`. Raises InputError without such a file."""
     found = next((f for f in families() if f.name == name), None)
-    if found is None:
-        raise InputError(f"No model family `{name}`.", f"Known: {', '.join(FAMILIES)}.")
-    return found
+    if found is not None:
+        return found
+    if (entry := find_plugin(GROUP, name)) is None:
+        known = (*FAMILIES, *plugin_names(GROUP))
+        raise InputError(f"No model family `{name}`.", f"Known: {', '.join(known)}.")
+    return Family.of(name, load_plugin(entry))
+
+
+@cache
+def has_file(name: str) -> bool:
+    """Return whether a family has a file, here or in an installed package."""
+    return name in FAMILIES or find_plugin(GROUP, name) is not None
+
+
+def family_of(architectures: Collection[str]) -> Family | None:
+    """Return the family that reads one of these architectures. Installed packages are imported if no own one does."""
+    packages = (family(name) for name in plugin_names(GROUP))
+    return next((f for f in chain(families(), packages) if not set(f.architectures).isdisjoint(architectures)), None)
 
 
 def family_of_config(config: dict[str, Any]) -> Family:
     """The family of a Hugging Face configuration; InputError names the nearest known architecture."""
     architectures = config.get("architectures") or []
-    for found in families():
-        if set(found.architectures) & set(architectures):
-            return found
+    if (found := family_of(architectures)) is not None:
+        return found
     if not architectures and not config.get("model_type"):
         raise InputError("config.json names no `architectures`.", "Take the model's own config.json.")
     name = architectures[0] if architectures else str(config.get("model_type"))
@@ -75,7 +111,7 @@ def family_of_config(config: dict[str, Any]) -> Family:
         )
     known = [a for f in families() for a in f.architectures]
     near = difflib.get_close_matches(name, known, 1, 0.0)
-    hint = f"Nearest known: {near[0]}. A new family is one file in src/rlctl/models (docs/adding_a_model.md)."
+    hint = f"Nearest known: {near[0]}. docs/adding_a_model.md adds a family in one file."
     raise InputError(f"Unknown architecture `{name}`.", hint)
 
 
@@ -117,7 +153,7 @@ def other_architecture(config: dict[str, Any]) -> str | None:
         return None
     if any(config.get(key) for key in BIASES.get(named[0], ())):
         return named[0]
-    return None if any(named[0] in known.architectures for known in families()) else named[0]
+    return named[0] if family_of(named) is None else None
 
 
 def facts_from_hf_config(config: dict[str, Any]) -> ModelFacts:

@@ -18,6 +18,18 @@ DEFAULTS = {
     "rope_theta": 1_000_000.0, "sliding_window": 4096, "sliding_window_pattern": 6, "tie_word_embeddings": True,
 }  # fmt: skip
 """Values of transformers' Gemma3TextConfig for keys that config.json leaves out."""
+TINY = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "tie_word_embeddings": True,
+    "sliding_window": 64, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": ["sliding_attention", "full_attention"], "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}  # fmt: skip
+"""Keys of a tiny model's config.json beyond a tiny Llama's."""
+FULL = {"head_dim": 32, "sliding_window": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": False}
+"""Values that differ from the defaults, for tests."""
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:

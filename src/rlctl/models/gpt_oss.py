@@ -20,6 +20,20 @@ DEFAULTS = {
     "rope_theta": 150_000.0, "sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
 }  # fmt: skip
 """Values of transformers' GptOssConfig for keys that config.json leaves out."""
+TINY = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2,
+    "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"], "attention_bias": True,
+    "swiglu_limit": 7.0,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 256,
+    },
+}  # fmt: skip
+"""Keys of a tiny model's config.json beyond a tiny Llama's."""
+FULL = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 16, "rms_norm_eps": 1e-4,
+}  # fmt: skip
+"""Values that differ from the defaults, for tests."""
 ATTENTION, MLP = parts.LAYER + "self_attn.", parts.LAYER + "mlp."
 
 

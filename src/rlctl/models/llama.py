@@ -12,6 +12,10 @@ from rlctl.models.matrices import ModelWeights
 ARCHITECTURES = ("LlamaForCausalLM",)
 DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 """Values of transformers' LlamaConfig for keys that config.json leaves out."""
+TINY: dict[str, Any] = {}
+"""Keys of a tiny model's config.json beyond a tiny Llama's."""
+FULL: dict[str, Any] = {}
+"""Values that differ from the defaults, for tests."""
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:

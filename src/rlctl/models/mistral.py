@@ -14,6 +14,10 @@ DEFAULTS = {
     "sliding_window": 4096,
 }  # fmt: skip
 """Values of transformers' MistralConfig for keys that config.json leaves out."""
+TINY = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+"""Keys of a tiny model's config.json beyond a tiny Llama's."""
+FULL = {"head_dim": 32, "sliding_window": 16}
+"""Values that differ from the defaults, for tests."""
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:

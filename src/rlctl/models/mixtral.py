@@ -14,6 +14,15 @@ DEFAULTS = {
     "max_position_embeddings": 131_072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
 }  # fmt: skip
 """Values of transformers' MixtralConfig for keys that config.json leaves out."""
+TINY = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+    "sliding_window": None,
+}  # fmt: skip
+"""Keys of a tiny model's config.json beyond a tiny Llama's."""
+FULL = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 16, "rms_norm_eps": 1e-4,
+}  # fmt: skip
+"""Values that differ from the defaults, for tests."""
 BLOCK = parts.LAYER + "block_sparse_moe."
 
 

@@ -13,6 +13,10 @@ DEFAULTS = {
     "max_position_embeddings": 32_768, "num_key_value_heads": 32, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
 }  # fmt: skip
 """Values of transformers' Qwen2Config for keys that config.json leaves out."""
+TINY = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
+"""Keys of a tiny model's config.json beyond a tiny Llama's."""
+FULL: dict[str, Any] = {}
+"""Values that differ from the defaults, for tests."""
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:

@@ -15,6 +15,10 @@ DEFAULTS = {
     "rope_theta": 10_000.0,
 }  # fmt: skip
 """Values of transformers' Qwen3Config for keys that config.json leaves out."""
+TINY = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+"""Keys of a tiny model's config.json beyond a tiny Llama's."""
+FULL = {"head_dim": 32}
+"""Values that differ from the defaults, for tests."""
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:

@@ -15,6 +15,17 @@ DEFAULTS = {
     "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
 }  # fmt: skip
 """Values of transformers' Qwen3MoeConfig for keys that config.json leaves out."""
+TINY = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "num_hidden_layers": 2,
+}  # fmt: skip
+"""Keys of a tiny model's config.json beyond a tiny Llama's."""
+FULL = {
+    "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+}  # fmt: skip
+"""Values that differ from the defaults, for tests."""
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:
@@ -42,3 +53,10 @@ def weights(facts: ModelFacts) -> ModelWeights:
     dense = (*attention, *parts.dense_mlp())
     layers = tuple(sparse if facts.is_moe_layer(i) else dense for i in range(facts.layers))
     return ModelWeights(facts, parts.outer(facts), layers)
+
+
+def tiny_like(facts: ModelFacts) -> dict[str, Any]:
+    """Routing and dense layers of the tiny model are of the same kinds."""
+    moe = facts.moe
+    assert moe is not None
+    return {"norm_topk_prob": moe.normalize_topk, "mlp_only_layers": [0] if moe.dense_layers else []}

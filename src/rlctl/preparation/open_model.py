@@ -21,7 +21,7 @@ from rlctl.errors import InputError, RlctlError, listed
 from rlctl.methods.available import method_from_config
 from rlctl.models.catalog import CatalogEntry, entries, lookup_entry, near
 from rlctl.models.facts import ModelFacts
-from rlctl.models.families import FAMILIES
+from rlctl.models.families import FAMILIES, has_file
 from rlctl.models.hf_config import most_positions, rope_of
 from rlctl.models.vision import VISION_FAMILIES, vision_family, why_untrained
 from rlctl.planner.costs.parameters import count
@@ -178,7 +178,7 @@ def _repositioned(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
 
 
 def _more_positions(facts: ModelFacts, model: ModelConfig) -> int | None:
-    wanted = model.max_length if model.extend_positions and facts.family in FAMILIES else None
+    wanted = model.max_length if model.extend_positions and has_file(facts.family) else None
     return wanted if wanted and wanted > facts.max_length else None
 
 

@@ -555,7 +555,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: M
         megatron=config.megatron.passed,
         ddp=config.ddp.passed,
     )
-    policy_backend(plan.backend).refuse(policy)
+    policy_backend(plan.backend).require(policy)
     return policy
 
 
@@ -614,7 +614,7 @@ def planned_teacher(
         ddp={},
         teaches=Teaching(vocab, min(top, vocab), by_text=own),
     )
-    policy_backend(plan.backend).refuse(spec)
+    policy_backend(plan.backend).require(spec)
     return spec
 
 

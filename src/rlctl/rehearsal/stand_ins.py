@@ -21,12 +21,13 @@ from rlctl.data.templates import PROMPT, template_of
 from rlctl.errors import AbsentError, InputError
 from rlctl.jobs.new_run import example_rows
 from rlctl.models.facts import ModelFacts
+from rlctl.models.families import has_file
 from rlctl.planner.result import Plan
 from rlctl.processes.child import call_in_child
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import DataConfig, ModelConfig
 from rlctl.settings.rewards import RewardConfig
-from rlctl.tiny_models.text import FAMILIES, VOCAB_SIZE, tiny_config, write_tiny_model, write_tokenizer
+from rlctl.tiny_models.text import VOCAB_SIZE, tiny_config, write_tiny_model, write_tokenizer
 from rlctl.tiny_models.vision import square, write_vision_model
 
 if TYPE_CHECKING:
@@ -46,9 +47,10 @@ def write_model(
     if facts.vision is not None:
         call_in_child("making a tiny model", partial(write_vision_model, directory, facts.vision.kind), quiet=True)
         return load_tokenizer(directory, ModelConfig()), "a generated one, with a processor for small images"
-    if facts.family not in FAMILIES:
+    if not has_file(facts.family):
         raise InputError(
-            f"A tiny {facts.family} cannot be made for a rehearsal: the family has no file in rlctl.",
+            f"A tiny {facts.family} cannot be made for a rehearsal: rlctl and installed packages have no file of this "
+            "family.",
             "`rlctl train --dry-run` checks the configuration without starting anything.",
         )
     directory.mkdir(parents=True)

@@ -14,7 +14,8 @@ import numpy as np
 from rlctl.checkpoints.hf.reward_models import SCORE, scorer_class
 from rlctl.config.files import write_json
 from rlctl.models.facts import ModelFacts, RopeFacts
-from rlctl.models.families import facts_from_hf_config, weights_of
+from rlctl.models.families import facts_from_hf_config, families, weights_of
+from rlctl.models.families import family as known_family
 
 VOCAB_SIZE = 512
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -39,56 +40,18 @@ CORPUS = [
     ),
 ]
 
-MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "v_head_dim": 128, "head_dim": 64,
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
+VARIANTS: dict[str, dict[str, Any]] = {
     "llama-tied": {"tie_word_embeddings": True},
     "llama-dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    "qwen3_moe": {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **MOE, "decoder_sparse_step": 1,
-        "mlp_only_layers": [], "num_hidden_layers": 2,
-    },
-    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
-    "mixtral": {
-        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4,
-        "num_experts_per_tok": 2, "sliding_window": None,
-    },
-    "deepseek_v3": {
-        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **LATENT, "n_routed_experts": 8,
-        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 64, "n_shared_experts": 1,
-        "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0, "moe_layer_freq": 1, "rope_interleave": True,
-    },
-    "gemma3": {
-        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "tie_word_embeddings": True,
-        "sliding_window": 64, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh",
-        "layer_types": ["sliding_attention", "full_attention"], "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    },
-    "gpt_oss": {
-        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4,
-        "num_experts_per_tok": 2, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"],
-        "attention_bias": True, "swiglu_limit": 7.0,
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
-            "truncate": False, "original_max_position_embeddings": 256,
-        },
-    },
-}  # fmt: skip
+}
+"""Keys beyond a tiny Llama's, for variants of it."""
+FAMILIES: dict[str, dict[str, Any]] = {known.name: known.tiny for known in families()} | VARIANTS
 
 
 def write_tiny_family(directory: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:
     """Write config, fp32 weights and tokenizer of a random model of `family` into `directory` and return it."""
-    write_tiny_model(directory, llama_config(tied=False) | FAMILIES[family] | overrides, seed=seed)
+    keys = VARIANTS.get(family) or known_family(family).tiny
+    write_tiny_model(directory, llama_config(tied=False) | keys | overrides, seed=seed)
     write_tokenizer(directory)
     return directory
 
@@ -126,7 +89,8 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], centred
 def tiny_config(facts: ModelFacts, *, layers: int = 2, vocab: int = VOCAB_SIZE) -> dict[str, Any]:
     """Return the configuration of a model of the family of `facts`, with attention, experts and rotary embeddings of
     the same kinds."""
-    config = llama_config(tied=facts.tied_embeddings) | FAMILIES[facts.family]
+    own = known_family(facts.family)
+    config = llama_config(tied=facts.tied_embeddings) | own.tiny
     config |= {
         "num_hidden_layers": layers,
         "vocab_size": vocab,
@@ -147,25 +111,7 @@ def tiny_config(facts: ModelFacts, *, layers: int = 2, vocab: int = VOCAB_SIZE) 
         config["rope_parameters"] = {
             "full_attention": config["rope_parameters"], "sliding_attention": windowed
         }  # fmt: skip
-    if facts.family == "qwen3_moe" and facts.moe is not None:
-        config |= {"norm_topk_prob": facts.moe.normalize_topk, "mlp_only_layers": [0] if facts.moe.dense_layers else []}
-    return config | (_latent_config(facts) if facts.family == "deepseek_v3" else {})
-
-
-def _latent_config(facts: ModelFacts) -> dict[str, Any]:
-    moe, mla = facts.moe, facts.mla
-    assert moe is not None
-    return {
-        "q_lora_rank": 64 if mla is not None and mla.q_lora_rank else None,
-        "n_group": min(2, moe.groups),
-        "topk_group": 1,
-        "n_shared_experts": 1 if moe.shared_expert_intermediate else 0,
-        "first_k_dense_replace": 1 if moe.dense_layers else 0,
-        "norm_topk_prob": moe.normalize_topk,
-        "routed_scaling_factor": moe.scaling,
-        "num_nextn_predict_layers": min(1, facts.mtp_layers),
-        "rope_interleave": facts.rope.interleaved,
-    }
+    return config | own.tiny_like(facts)
 
 
 def rope_parameters(rope: RopeFacts) -> dict[str, Any]:

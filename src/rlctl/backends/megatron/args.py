@@ -106,13 +106,14 @@ def _size_values(facts: ModelFacts) -> dict[str, Any]:
 
 def _attention_values(facts: ModelFacts) -> dict[str, Any]:
     windowed = [int(facts.is_windowed(layer)) for layer in range(facts.layers)]
+    without_rotary = [int(layer in facts.no_rope_layers) for layer in range(facts.layers)]
     return {
         "softmax_scale": facts.attention_scale,
         "softmax_type": "learnable" if Role.SINKS in weights_of(facts).roles else "vanilla",
         # Megatron counts the tokens before the query, published models the query as well
         "window_size": (facts.sliding_window - 1, 0) if facts.sliding_window and any(windowed) else None,
         "window_attn_skip_freq": windowed if any(windowed) else None,
-    }
+    } | ({"no_rope_freq": without_rotary} if any(without_rotary) else {})
 
 
 def _parallel_values(spec: PolicySpec) -> dict[str, Any]:

@@ -27,6 +27,14 @@ from rlctl.models.quantized import quantization_problems
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.megatron_names import Experts, Spec
 
+READS = frozenset((
+    "family", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_length",
+    "tied_embeddings", "norm_eps", "qkv_bias", "qk_norm", "activation", "glu_limit", "glu_offset", "attention_scale",
+    "scaled_embeddings", "rope", "window_rope", "moe", "mla", "sliding_window", "full_attention_layers",
+    "no_rope_layers", "mtp_layers",
+))  # fmt: skip
+"""Facts by which the model is built; `mtp_layers` are left out of it."""
+
 
 def policy_world(spec: PolicySpec, layer_spec: Spec) -> MegatronWorld:
     """The layouts of all ranks of a policy whose layers are of `layer_spec`."""
@@ -64,6 +72,11 @@ def refuse_wrong_numbers(spec: PolicySpec) -> None:
             )
     for key, why in quantization_problems(spec.facts, spec.quantization, spec.parallel, spec.dtype):
         raise ConfigError(f"training.quantization.{key} is refused: {why}.", "Change it.")
+    if spec.facts.mla is not None and spec.facts.no_rope_layers:
+        raise ConfigError(
+            "model.name: Megatron-Core has rotary embeddings in all layers with latent attention.",
+            "Train it with --backend dtensor.",
+        )
     if why := _attention_factor_problem(spec.facts):
         raise ConfigError(f"model.name: {why}.", "Train it with --backend dtensor.")
     for key, reason in _wrong(spec):
@@ -171,4 +184,4 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
 
 
 BACKEND = PolicyBackend("megatron", "rlctl.backends.megatron.worker:MegatronWorker", layouts, arguments,
-                        refuse_wrong_numbers, has_critic=True, takes_conversion=True)  # fmt: skip
+                        refuse_wrong_numbers, READS, has_critic=True, takes_conversion=True)  # fmt: skip

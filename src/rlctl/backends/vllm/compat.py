@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.backends.messages import NEVER, QUANTIZED, Sampling
 from rlctl.data.images import Piece, joined, line_merges
 from rlctl.errors import INSTALL_CPU, ConfigError, MachineError, first_line, install_extra
-from rlctl.models.families import families
+from rlctl.models.families import family_of
 from rlctl.weights.vllm import ExpertSizes
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def sampling_params(sampling: Sampling, seed: int) -> Any:
 
 def is_of_known_family(model: torch.nn.Module) -> bool:
     """Whether a model is of a family that has a file in `models/`, for which names and orders are known."""
-    return any(type(model).__name__ in family.architectures for family in families())
+    return family_of((type(model).__name__,)) is not None
 
 
 def reads_images(model: torch.nn.Module) -> bool:
