@@ -140,7 +140,8 @@ def seconds(job: EpisodesJob, kind: type[Play], logs: Path) -> tuple[float, floa
     assert environment is not None
     play = kind(**{**vars(environment), "max_length": spec.engine.max_length})
     requests = [
-        prompts.request(i, prompts.prompt_at(i), (sample_seed(0, i, 0),), config.run.seed) for i in range(job.count)
+        prompts.group_request(i, prompts.prompt_at(i), (sample_seed(0, i, 0),), config.run.seed)
+        for i in range(job.count)
     ]
     sampling = Sampling.from_config(config.generation, stop_token_ids=prompts.encoder.stop_token_ids)
     with start_engines(replace(spec, episode=play), config.cluster, logs) as engines:

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from rlctl.backends.base import EngineSpec, EpisodeWorker
-from rlctl.backends.messages import GroupRequest, GroupResult, Sampling, attached
+from rlctl.backends.messages import GroupRequest, SampledGroup, Sampling, attached
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.chat import PromptEncoder, load_tokenizer
@@ -70,7 +70,7 @@ def row_of(position: int) -> PromptRow:
     return PromptRow(position, f"row {position}", prompt, "red")
 
 
-def sampled(host: Any, asked: list[GroupRequest], sampling: Sampling) -> list[GroupResult]:
+def sampled(host: Any, asked: list[GroupRequest], sampling: Sampling) -> list[SampledGroup]:
     """The groups as a call returns them and as they end by themselves, which are the same."""
 
     call = Hosted(host).call
@@ -100,7 +100,7 @@ def expected_ids(directory: Path, turns: list[list[dict[str, Any]]], answers: li
     return found
 
 
-def require_agreed(directory: Path, results: list[GroupResult], never: tuple[int, ...], images: Any) -> None:
+def require_agreed(directory: Path, results: list[SampledGroup], never: tuple[int, ...], images: Any) -> None:
     """`images`: of each group."""
     for result, shown in zip(results, images, strict=True):
         for row in range(result.columns.rollouts):
@@ -113,7 +113,7 @@ def require_agreed(directory: Path, results: list[GroupResult], never: tuple[int
             assert not np.isin(tokens[mask], never).any()
 
 
-def require_trained(directory: Path, results: list[GroupResult], never: tuple[int, ...], pools: Pools) -> None:
+def require_trained(directory: Path, results: list[SampledGroup], never: tuple[int, ...], pools: Pools) -> None:
     for parallel in (ParallelSpec(), ParallelSpec(dp=2)):
         case = Case(backend="dtensor", parallel=parallel)
         of_ranks = pools(parallel.world_size).run(rollout_difference, case, directory, never, results)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlctl.backends.messages import GroupRequest, GroupResult
+from rlctl.backends.messages import GroupRequest, SampledGroup
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.errors import ConfigError, InputError, WaitTimeoutError, WorkerError
 from rlctl.methods.rl.algorithm import refuse_async
@@ -33,14 +33,14 @@ from support.toy_sources import VERSION, Prompts, Scorer, answer
 class Call:
     """A call of an engine, which ends when the test says so."""
 
-    def __init__(self, engine: str, ready: Callable[[Call], list[GroupResult] | None]):
+    def __init__(self, engine: str, ready: Callable[[Call], list[SampledGroup] | None]):
         self.engine, self.ready, self.call = engine, ready, self
         self.until = math.inf
 
     def late(self) -> WaitTimeoutError:
         return WaitTimeoutError(f"{self.engine} did not answer")
 
-    def results(self) -> list[GroupResult]:
+    def results(self) -> list[SampledGroup]:
         found = self.ready(self)
         assert found is not None
         return found
@@ -77,7 +77,7 @@ class Engines:
     def _may(self, request: GroupRequest) -> bool:
         return self.all_allowed or request.group in self.allowed
 
-    def _first(self, call: Call) -> list[GroupResult] | None:
+    def _first(self, call: Call) -> list[SampledGroup] | None:
         if call.engine in self.dead:
             raise WorkerError(f"{call.engine} is gone")
         if not self.awake:
@@ -335,7 +335,7 @@ def test_a_group_does_not_wait_until_all_that_were_sampled_are_scored(
     source, _, _ = make("wait", max_staleness=3)
     scored, free = source._groups.scored, threading.Semaphore(0)
 
-    def one_by_one(results: Sequence[GroupResult], rows: Any) -> Any:
+    def one_by_one(results: Sequence[SampledGroup], rows: Any) -> Any:
         free.acquire()
         return scored(results, rows)
 

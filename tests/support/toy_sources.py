@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from rlctl.backends.messages import GroupRequest, GroupResult
+from rlctl.backends.messages import GroupRequest, SampledGroup
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import RolloutColumns, RolloutGroup
 from rlctl.rewards.reward_worker import GroupScores, ScoreRequest
@@ -66,7 +66,7 @@ class Scorer:
         return GroupScores((0.0, 1.0), None, {"half": (0.0, 0.5)}, 1)
 
 
-def answer(request: GroupRequest) -> GroupResult:
+def answer(request: GroupRequest) -> SampledGroup:
     """Samples of three tokens, of which the policy chose the first and the last."""
     prompt, samples = len(request.prompt_tokens), len(request.seeds)
     length = prompt + 3
@@ -76,7 +76,7 @@ def answer(request: GroupRequest) -> GroupResult:
         np.zeros(samples * length, np.int32), np.arange(samples + 1, dtype=np.int32) * length, mask,
         np.zeros(samples * length, np.float32), versions,
     )  # fmt: skip
-    return GroupResult(
+    return SampledGroup(
         request.group, columns, ["a"] * samples, prompt, (length,) * samples, (2,) * samples, ("stop", "length"),
         (((VERSION, 2),),) * samples, (None,) * samples,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from rlctl.backends.batching.batch import (
     MinibatchResult,
     ValueLoss,
 )
-from rlctl.backends.messages import GroupRequest, GroupResult, SampleRequest, SampleResult, Sampling, Truncation
+from rlctl.backends.messages import GroupRequest, SampledGroup, SampleRequest, SampleResult, Sampling, Truncation
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.cross_tokens import Projection
 from rlctl.errors import ConfigError
@@ -422,21 +422,21 @@ class EpisodeWorker(Protocol):
     def close(self) -> None:
         """Stop decoding, and let go of the model."""
 
-    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float) -> list[GroupResult]:
+    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float) -> list[SampledGroup]:
         """Return one result per request. Raises InputError for a prompt that does not fit, WaitTimeoutError, and
         WorkerError with partial weights."""
         ...
 
     def generate_by_handle(
         self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
-    ) -> tuple[list[GroupResult], list[Any]]:
+    ) -> tuple[list[SampledGroup], list[Any]]:
         """As `generate`, with the token-sized values apart (`messages.detached`), to be handed on by handle."""
         ...
 
     def submit(self, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
         """Start the episodes of some prompts in the background."""
 
-    def collect_by_handle(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
+    def collect_by_handle(self, timeout_s: float) -> tuple[list[SampledGroup], list[Any]]:
         """Wait for a submitted group and return it with columns by handle; nothing if the engine falls asleep. Raises
         WaitTimeoutError."""
         ...

@@ -20,7 +20,7 @@ from rlctl.backends.batching.batch import (
     TrainBatch,
 )
 from rlctl.backends.batching.packing import PackingStats, plan_batch
-from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, GroupResult, Sampling, attached
+from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, SampledGroup, Sampling, attached
 from rlctl.cluster.ray_session import fetch, keep_here
 from rlctl.cluster.workers import PendingCall, WorkerDiedError, WorkerGroup
 from rlctl.data.cross_tokens import Projection
@@ -205,14 +205,14 @@ class PendingGroups:
     """Groups that one engine was asked for."""
 
     engine: object
-    call: PendingCall[list[GroupResult]]
+    call: PendingCall[list[SampledGroup]]
     handles: list[object]
     keeps: bool
     """Copy columns and texts to this node: the engine's may be lost."""
     until: float
     """Latest time for its answer, of time.monotonic."""
 
-    def results(self) -> list[GroupResult]:
+    def results(self) -> list[SampledGroup]:
         """Return the finished groups with handles of columns and texts. Raises PendingCall's errors, and WorkerError
         for lost data."""
         (found,) = self.call.results()
@@ -244,7 +244,7 @@ class EngineClient:
 
     def generate(
         self, shares: Sequence[Sequence[GroupRequest]], sampling: Sampling, timeout_s: float
-    ) -> list[list[GroupResult] | WorkerError | WaitTimeoutError]:
+    ) -> list[list[SampledGroup] | WorkerError | WaitTimeoutError]:
         """Generate each engine's share; return its results with handles of columns and texts, or its error after
         `timeout_s`."""
         asked, handles = self.group.within(timeout_s + MARGIN_S).submit_by_handle(
@@ -257,7 +257,7 @@ class EngineClient:
             for outcome, values in zip(asked.outcomes(), handles, strict=True)
         ]
 
-    def _joined(self, found: list[GroupResult], values: list[object]) -> list[GroupResult] | WorkerError:
+    def _joined(self, found: list[SampledGroup], values: list[object]) -> list[SampledGroup] | WorkerError:
         try:
             if self._keeps:
                 keep_here(values)
@@ -351,11 +351,11 @@ def generate_groups(
     sampling: Sampling,
     timeout_s: float,
     recover: Callable[[RlctlError], object] | None = None,
-) -> list[GroupResult]:
+) -> list[SampledGroup]:
     """Return the results of all requests by group, with handles of columns and texts. Requests are dealt to engines in
     turn. `recover(error)` restores the engines after a failure, or raises; the failed engine's requests are then
     repeated."""
-    results: list[GroupResult] = []
+    results: list[SampledGroup] = []
     left = list(requests)
     while left:
         shares = [left[index :: len(engines)] for index in range(len(engines))]

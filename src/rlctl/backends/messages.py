@@ -136,7 +136,7 @@ class GroupRequest:
 
 
 @dataclass(frozen=True)
-class GroupResult:
+class SampledGroup:
     """Finished episodes of one prompt: columns (or handles), and scalars by episode."""
 
     group: int
@@ -171,7 +171,7 @@ VALUES_A_GROUP = 3
 """Token-sized values of a result."""
 
 
-def detached(results: Sequence[GroupResult]) -> tuple[list[GroupResult], list[Any]]:
+def detached(results: Sequence[SampledGroup]) -> tuple[list[SampledGroup], list[Any]]:
     """Return results whose token-sized values are replaced by places in the list of them; `attached` undoes it."""
     values = [value for result in results for value in (result.columns, result.texts, result.transcripts)]
     places = range(0, len(values), VALUES_A_GROUP)
@@ -179,7 +179,7 @@ def detached(results: Sequence[GroupResult]) -> tuple[list[GroupResult], list[An
     return [replace(r, columns=at, texts=at + 1, transcripts=at + 2) for at, r in found], values
 
 
-def attached(results: Sequence[GroupResult], values: Sequence[Any]) -> list[GroupResult]:
+def attached(results: Sequence[SampledGroup], values: Sequence[Any]) -> list[SampledGroup]:
     return [
         replace(r, columns=values[r.columns], texts=values[r.texts], transcripts=values[r.transcripts]) for r in results
     ]

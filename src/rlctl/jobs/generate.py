@@ -11,7 +11,7 @@ from typing import Any
 
 from rlctl.backends.clients import EngineClient, PolicyClient, generate_groups
 from rlctl.backends.lookup import engine_backend
-from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
+from rlctl.backends.messages import GroupRequest, SampledGroup, Sampling
 from rlctl.checkpoints.conversion.prepared_model import require_seen
 from rlctl.checkpoints.model_source import Tell
 from rlctl.cluster.ray_session import fetch, ray_session
@@ -263,7 +263,7 @@ def with_room(
     return [prompt[-kept:] if len(prompt) >= limit else prompt for prompt in prompts]
 
 
-def _completions(result: GroupResult) -> list[dict[str, Any]]:
+def _completions(result: SampledGroup) -> list[dict[str, Any]]:
     columns, texts = fetch(result.columns), fetch(result.texts)
     found = []
     for sample, text in enumerate(texts):

@@ -10,7 +10,7 @@ from typing import Any
 from rlctl.backends.base import EngineWorker, WeightReceiver
 from rlctl.backends.batching.batch import LogprobStats
 from rlctl.backends.clients import EngineClient, only_result
-from rlctl.backends.messages import QUANTIZED, GroupRequest, GroupResult, Sampling
+from rlctl.backends.messages import QUANTIZED, GroupRequest, SampledGroup, Sampling
 from rlctl.errors import RlctlError
 from rlctl.refit.records import RefitReport, Share
 from rlctl.refit.session import RefitSession
@@ -170,7 +170,7 @@ def run(
     *,
     model: str,
     prompts: list[tuple[int, ...]],
-    compare_logprobs: Callable[[list[GroupResult]], LogprobStats],
+    compare_logprobs: Callable[[list[SampledGroup]], LogprobStats],
     repeat: int,
     logprob_limit: LogprobLimit,
     timeout_s: float,
@@ -182,7 +182,7 @@ def run(
     log-probs with those that the policy gives the same tokens, of which `never` are not drawn."""
     session = sync.session
 
-    def generate(version: int) -> list[GroupResult]:
+    def generate(version: int) -> list[SampledGroup]:
         with sync.generating():
             return _generate(sync.engines, prompts, version, new_tokens, timeout_s, never)
 
@@ -254,8 +254,8 @@ def _generate(
     new_tokens: int,
     timeout_s: float,
     never: tuple[int, ...],
-) -> list[GroupResult]:
-    results: list[GroupResult] = []
+) -> list[SampledGroup]:
+    results: list[SampledGroup] = []
     for offset, temperature in ((0, 0.0), (len(prompts), 1.0)):
         asked = [GroupRequest(offset + i, prompt, (1000 * version + i,)) for i, prompt in enumerate(prompts)]
         sampling = Sampling(new_tokens, temperature=temperature, never=never)

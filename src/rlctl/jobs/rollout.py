@@ -12,7 +12,7 @@ from typing import Any
 
 from rlctl.backends.batching.batch import LogprobStats
 from rlctl.backends.clients import generate_groups
-from rlctl.backends.messages import GroupResult, Sampling
+from rlctl.backends.messages import SampledGroup, Sampling
 from rlctl.checkpoints.model_source import Tell
 from rlctl.cluster.ray_session import fetch
 from rlctl.config.load import Resolved
@@ -78,7 +78,7 @@ def play(job: EpisodesJob, tell: Tell) -> Iterator[dict[str, Any]]:
     resolved = job.completions.resolved.with_plan(plan)
     job = replace(job, completions=replace(job.completions, resolved=resolved))
     seeds = {position: (sample_seed(config.run.seed, position, 0),) for position in rows}
-    requests = [prompts.request(place, row, seeds[place], config.run.seed) for place, row in rows.items()]
+    requests = [prompts.group_request(place, row, seeds[place], config.run.seed) for place, row in rows.items()]
     encoder = prompts.encoder
     sampling = Sampling.from_config(
         config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids, never=encoder.never_sampled
@@ -95,7 +95,7 @@ def play(job: EpisodesJob, tell: Tell) -> Iterator[dict[str, Any]]:
             yield _record(group, difference)
 
 
-def _scores(rewards: Rewards | None, results: Sequence[GroupResult], rows: Sequence[Any]) -> list[GroupScores | None]:
+def _scores(rewards: Rewards | None, results: Sequence[SampledGroup], rows: Sequence[Any]) -> list[GroupScores | None]:
     if rewards is None:
         return [None] * len(results)
     with contextlib.closing(RewardWorker(rewards, fetch)) as worker:

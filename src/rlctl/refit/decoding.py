@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.backends.batching.batch import LogprobStats, TrainBatch, WeightedRollout
 from rlctl.backends.clients import EngineClient, PolicyClient
-from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
+from rlctl.backends.messages import GroupRequest, SampledGroup, Sampling
 from rlctl.data.chat import EncodedPrompt
 from rlctl.data.rollouts import contexts_of
 from rlctl.errors import RlctlError, VerificationError
@@ -25,7 +25,7 @@ OF_IMAGES = (
 )
 
 
-def policy_difference(policy: PolicyClient, results: list[GroupResult]) -> LogprobStats:
+def policy_difference(policy: PolicyClient, results: list[SampledGroup]) -> LogprobStats:
     """Compare the engine's log-probs of its tokens with the policy's forward pass. Replaces the policy's loaded
     batch."""
     rows = [
@@ -60,12 +60,12 @@ class DecodeCheck:
     shown: EncodedPrompt | None = None
     """A prompt with an image, where the model takes images."""
 
-    def decode(self, engines: EngineClient, version: int, timeout_s: float) -> list[list[GroupResult]]:
+    def decode(self, engines: EngineClient, version: int, timeout_s: float) -> list[list[SampledGroup]]:
         """Return each engine's completions; the last one is one token after a new prompt. Raises an engine's error."""
         new = min(self.sampling.max_new_tokens, self.max_length - 1)
         prompts = fixed_prompts(self.vocabulary, self.max_length - new, PROMPTS)
         unseen = tuple((token + version) % self.vocabulary for token in reversed(prompts[0]))
-        found: list[list[GroupResult]] = [[] for _ in range(len(engines))]
+        found: list[list[SampledGroup]] = [[] for _ in range(len(engines))]
         for first, asked, tokens in ((0, prompts, new), (PROMPTS, [unseen], 1)):
             requests = [GroupRequest(i, prompt, (1000 * version + i,)) for i, prompt in enumerate(asked, first)]
             if first == 0 and self.shown is not None and len(self.shown.tokens) <= self.max_length - new:
@@ -79,7 +79,7 @@ class DecodeCheck:
         return found
 
     def compare(
-        self, policy: PolicyClient, decoded: list[list[GroupResult]], version: int, tensors: int, *, agreed: bool
+        self, policy: PolicyClient, decoded: list[list[SampledGroup]], version: int, tensors: int, *, agreed: bool
     ) -> float:
         """Return the mean absolute difference over engines after `tensors` equal tensors; `agreed`: an earlier check
         passed. Raises VerificationError naming the first engine beyond the limit."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlctl.backends.clients import EngineClient, PendingGroups
-from rlctl.backends.messages import GroupRequest, GroupResult
+from rlctl.backends.messages import GroupRequest, SampledGroup
 from rlctl.cluster.workers import first_done
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
@@ -83,9 +83,9 @@ class AsynchronousSource:
         """Calls that wait for a group of an engine."""
         self._together: dict[int, frozenset[int]] = {}
         """Position -> positions that a function of `completions` scores in one call."""
-        self._held: list[GroupResult] = []
+        self._held: list[SampledGroup] = []
         """Groups that are sampled, and that others which the scorer gets with them are not."""
-        self._sampled: list[GroupResult] = []
+        self._sampled: list[SampledGroup] = []
         """Groups that are to be scored."""
         self._finished: dict[int, RolloutGroup] = {}
         """Position -> scored group, in the order in which they finished."""
@@ -400,7 +400,7 @@ class AsynchronousSource:
                 self._lost.append((pending.engine, failure))
             self._hand_to_scorer()
 
-    def _to_score(self) -> list[GroupResult]:
+    def _to_score(self) -> list[SampledGroup]:
         """Return what the scorer gets next: the oldest, and few at a time, because a group is finished when all that it
         was scored with are; or the first groups that are to be scored together, once all of them are sampled."""
         waiting = sorted(self._sampled, key=lambda result: result.group)

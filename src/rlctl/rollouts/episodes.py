@@ -23,7 +23,7 @@ from rlctl.backends.base import EngineWorker
 from rlctl.backends.messages import (
     VALUES_A_GROUP,
     GroupRequest,
-    GroupResult,
+    SampledGroup,
     SampleRequest,
     SampleResult,
     Sampling,
@@ -170,7 +170,7 @@ class EpisodeRunner:
         self._changed = threading.Condition()
         self._submitted = 0
         """Groups that were submitted and not collected."""
-        self._finished: list[GroupResult | BaseException] = []
+        self._finished: list[SampledGroup | BaseException] = []
         """Ended groups, in order."""
         self._threads: list[threading.Thread] = []
 
@@ -209,7 +209,7 @@ class EpisodeRunner:
 
     # Calls of the driver
 
-    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float) -> list[GroupResult]:
+    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float) -> list[SampledGroup]:
         deadline = time.monotonic() + timeout_s
         self._engine.require_ready(timeout_s)
         groups = self._episodes(requests, sampling)
@@ -230,7 +230,7 @@ class EpisodeRunner:
 
     def generate_by_handle(
         self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
-    ) -> tuple[list[GroupResult], list[Any]]:
+    ) -> tuple[list[SampledGroup], list[Any]]:
         return detached(self.generate(requests, sampling, timeout_s))
 
     def submit(self, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
@@ -238,7 +238,7 @@ class EpisodeRunner:
 
         async def finish(request: GroupRequest, episodes: list[Episode]) -> None:
             try:
-                found: GroupResult | BaseException = await self._group(request, episodes)
+                found: SampledGroup | BaseException = await self._group(request, episodes)
             except Exception as error:  # noqa: BLE001 - it is raised where the group is collected
                 found = error
             with self._changed:
@@ -251,7 +251,7 @@ class EpisodeRunner:
             self._changed.notify_all()
         self._run(together(finish(*one) for one in zip(requests, groups, strict=True)))
 
-    def collect_by_handle(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
+    def collect_by_handle(self, timeout_s: float) -> tuple[list[SampledGroup], list[Any]]:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             if self._engine.asleep:  # whoever asks again is not to ask without a pause
@@ -287,7 +287,7 @@ class EpisodeRunner:
     def _run(self, play: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(play, self._loop)
 
-    async def _group(self, request: GroupRequest, episodes: list[Episode]) -> GroupResult:
+    async def _group(self, request: GroupRequest, episodes: list[Episode]) -> SampledGroup:
         async def played(episode: Episode) -> None:
             try:
                 await self._play(episode)
@@ -357,7 +357,7 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) -> GroupResult:
+def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) -> SampledGroup:
     """Return the columns and scalars of a group. An episode without sampled tokens has `version`."""
     plays = any(episode.transcript or episode.failure for episode in episodes)
     lengths = [len(episode.tokens) for episode in episodes]
@@ -380,7 +380,7 @@ def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) 
             columns.weight_version_T[chosen] = answer.versions_R
     sampled = [[one for _, answer in episode.answers for one in answer.versions_R.tolist()] for episode in episodes]
     last = [episode.answers[-1][1] if episode.answers else None for episode in episodes]
-    return GroupResult(
+    return SampledGroup(
         group=request.group,
         columns=columns,
         texts=[answer.text if answer else "" for answer in last],

@@ -155,7 +155,7 @@ class PromptStream:
         source = self.sources[number]
         return self._row(source, source.order.at(turn))
 
-    def request(self, position: int, row: PromptRow, seeds: Sequence[int], run_seed: int) -> GroupRequest:
+    def group_request(self, position: int, row: PromptRow, seeds: Sequence[int], run_seed: int) -> GroupRequest:
         if self.environment is None:
             prompt = self.encoded(row)
             return GroupRequest(position, prompt.tokens, tuple(seeds), media=prompt.media)

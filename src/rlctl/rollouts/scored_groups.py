@@ -15,7 +15,7 @@ import numpy as np
 
 from rlctl.backends.batching.batch import TrainBatch, WeightedRollout
 from rlctl.backends.clients import Teacher
-from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
+from rlctl.backends.messages import GroupRequest, SampledGroup, Sampling
 from rlctl.cluster.ray_session import fetch, put
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.data.prompt_rows import PromptRow
@@ -113,13 +113,13 @@ class GroupMaker:
         return self._prompts.prompt_at(position)
 
     def request(self, position: int, row: PromptRow) -> GroupRequest:
-        return self._prompts.request(position, row, self._seeds(position), self._config.run.seed)
+        return self._prompts.group_request(position, row, self._seeds(position), self._config.run.seed)
 
     def _seeds(self, position: int) -> tuple[int, ...]:
         samples = range(self._config.batch.generations)
         return tuple(sample_seed(self._config.run.seed, position, sample) for sample in samples)
 
-    def scored(self, results: Sequence[GroupResult], rows: Mapping[int, PromptRow]) -> tuple[list[RolloutGroup], int]:
+    def scored(self, results: Sequence[SampledGroup], rows: Mapping[int, PromptRow]) -> tuple[list[RolloutGroup], int]:
         """Score completions. Raises InputError for a failing function in the first batch."""
         seeds = {result.group: self._seeds(result.group) for result in results}
         groups, failures = scored(self._rewards, results, rows, seeds, self._config.reward)
@@ -167,7 +167,7 @@ class GroupMaker:
 
 def scored(
     scorers: Scorers | None,
-    results: Sequence[GroupResult],
+    results: Sequence[SampledGroup],
     rows: Mapping[int, PromptRow],
     seeds: Mapping[int, Sequence[int]],
     settings: RewardConfig,
@@ -184,7 +184,7 @@ def scored(
 
 
 def groups_with_scores(
-    results: Sequence[GroupResult],
+    results: Sequence[SampledGroup],
     rows: Mapping[int, PromptRow],
     seeds: Mapping[int, Sequence[int]],
     answers: Sequence[GroupScores | None],
@@ -226,7 +226,7 @@ ENVIRONMENT = "environment"
 """Label of the environment's reward among the labels of reward terms."""
 
 
-def _with_environment(scores: GroupScores | None, result: GroupResult, on_error: OnError) -> GroupScores:
+def _with_environment(scores: GroupScores | None, result: SampledGroup, on_error: OnError) -> GroupScores:
     """Combine scorers' and environments' rewards; None: no scorers. Raises InputError for a failure if `on_error` is
     stop."""
     if not result.episodes:

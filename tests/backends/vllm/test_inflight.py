@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rlctl.backends.base import EngineSpec, EngineWorker, EpisodeWorker
-from rlctl.backends.messages import VALUES_A_GROUP, GroupResult, Sampling, attached
+from rlctl.backends.messages import VALUES_A_GROUP, SampledGroup, Sampling, attached
 from rlctl.backends.vllm.inflight import AwakeClock, EngineLock
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.data.rollouts import ROUTED_EXPERTS
@@ -80,7 +80,7 @@ class Direct(HostedEngine):
         return submitted.results()[0]
 
 
-def refit_in_flight(engine: Direct, policy: WholeTensorPolicy, version: int) -> list[GroupResult]:
+def refit_in_flight(engine: Direct, policy: WholeTensorPolicy, version: int) -> list[SampledGroup]:
     """Results of a generation into whose middle a refit to `version` came."""
     policy.open(engine)
     # The waiting begins first: on a busy machine samples could be over before a later call arrives.
@@ -92,7 +92,7 @@ def refit_in_flight(engine: Direct, policy: WholeTensorPolicy, version: int) -> 
     return engine.wait(asked)
 
 
-def columns_of(results: list[GroupResult]) -> Iterator[tuple[GroupResult, Any, int, slice]]:
+def columns_of(results: list[SampledGroup]) -> Iterator[tuple[SampledGroup, Any, int, slice]]:
     for result in results:
         columns = result.columns
         for row in range(columns.rollouts):
@@ -185,7 +185,7 @@ def test_on_a_gpu_all_threads_compute_on_one_stream_and_sleep_frees_memory(
 
 
 def require_tokens_of_their_versions(
-    results: list[GroupResult], old: WholeTensorPolicy, new: WholeTensorPolicy
+    results: list[SampledGroup], old: WholeTensorPolicy, new: WholeTensorPolicy
 ) -> None:
     """Each token's log-prob is that of the version that it carries, 1 or 2, and most samples have both."""
     mixed = 0
@@ -281,7 +281,7 @@ def test_submitted_samples_are_kept_while_the_engine_sleeps_and_go_on_under_the_
     assert engine.call(EpisodeWorker.collect_by_handle, 0.05)[0] == []  # the device is still the policy's
     assert engine.group.call(SwappingEngine.tokens_in_flight) == tokens
     engine.call(EngineWorker.wake)
-    results = list[GroupResult]()
+    results = list[SampledGroup]()
     while len(results) < len(requests()):
         results += attached(*engine.call(EpisodeWorker.collect_by_handle, 100.0))
     require_tokens_of_their_versions(results, old, new)
