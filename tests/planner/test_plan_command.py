@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -416,3 +417,21 @@ def test_what_import_writes_is_planned_as_the_recipe_is(capsys: pytest.CaptureFi
     ]
     for key in ("fits", "training", "generation", "memory_gib", "seconds"):
         assert plans[0][key] == plans[1][key], key
+
+
+def test_engines_that_discard_their_weights_keep_no_copy_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """One engine of Llama-3.1-8B on a node: 8,030,261,248 weights of two bytes, pinned in powers of two (1 / ln 2)."""
+    host = []
+    for value in ("false", "true"):
+        flags = ["--model", "meta-llama/Llama-3.1-8B", "--gpu", "h100", "--set", "generation.tp=8", "--json"]
+        code, out, err = rlctl(capsys, "plan", *flags, "--set", f"generation.discard_weights={value}")
+        assert code == 0, err
+        host.append(json.loads(out)["host_memory_gib"])
+    assert host[0] - host[1] == pytest.approx(8_030_261_248 * 2 / math.log(2) / 2**30, abs=0.02)
+
+
+def test_engines_that_keep_their_devices_cannot_discard_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--preset", "laptop", "--dry-run", "--set", "generation.discard_weights=true"]
+    code, _, err = rlctl(capsys, "train", "grpo", *flags)
+    assert code == 2
+    assert "generation.discard_weights is for engines that share GPUs with the policy" in err

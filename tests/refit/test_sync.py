@@ -33,8 +33,10 @@ class Party:
     def engine(self) -> Party:
         return self
 
-    def sleep(self, keep_weights: bool = False) -> int:
-        self.asked.append((time.monotonic_ns(), f"{self.name} sleeps" + (", weights kept" if keep_weights else "")))
+    def sleep(self, flag: bool = False) -> int:
+        """`flag`: of the policy whether its weights stay, of an engine whether a refit follows."""
+        more = (", weights kept" if self.name == "policy" else ", refit next") if flag else ""
+        self.asked.append((time.monotonic_ns(), f"{self.name} sleeps{more}"))
         return 7
 
     def device_used(self) -> tuple[int, int]:
@@ -93,6 +95,15 @@ def test_a_step_on_shared_devices(parties: tuple[WorkerGroup, WorkerGroup]) -> N
     devices.to_weights()
     devices.to_policy()  # to save
     assert happened(parties) == ["policy sleeps, weights kept", "engine sleeps", "policy wakes"]
+
+
+def test_engines_hear_whether_a_refit_follows(parties: tuple[WorkerGroup, WorkerGroup]) -> None:
+    """After sampling it does, after a validation or a check of decoding it does not."""
+    devices = handover_of(*parties)
+    for refit_next, more in ((True, ", refit next"), (False, "")):
+        with devices.generating(refit_next):
+            happened(parties)
+        assert happened(parties) == [f"engine sleeps{more}", "policy wakes"]
 
 
 def test_memory_is_looked_at_once_when_both_sleep(parties: tuple[WorkerGroup, WorkerGroup]) -> None:

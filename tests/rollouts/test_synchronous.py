@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -32,8 +32,11 @@ class Turns:
     def __init__(self) -> None:
         self.recovered: list[int] = []
 
+    refits_next: ClassVar[list[bool]] = []
+
     @contextlib.contextmanager
-    def generating(self) -> Iterator[int]:
+    def generating(self, *, refit_next: bool = False) -> Iterator[int]:
+        self.refits_next.append(refit_next)
         yield 17
 
     def recover(self, error: Exception, version: int) -> None:

@@ -100,6 +100,22 @@ class SwappingEngine:
 
         with self.engine._lock.ask():
             self.engine._memory = DeviceMemory(self.engine._engine, shared=True)
+            self._levels, sleep = [], self.engine._engine.sleep
+
+            def counted(level: int, mode: Any) -> None:
+                self._levels.append(level)
+                sleep(level, mode)
+
+            self.engine._engine.sleep = counted
+
+    def sleep_levels(self) -> list[int]:
+        """The levels of vLLM's sleep mode that were asked for since `share_device`."""
+        return self._levels
+
+    def spoil(self) -> int:
+        """Fill the weights with NaN; return the number of tensors."""
+        with self.engine._lock.ask():
+            return sum(self.engine._rpc("rlctl_weights.poison"))
 
     def unreadable_if_quantized(self, leaf: str) -> dict[str, str]:
         """What could not be read back if the layers called `leaf` were quantized, and why."""

@@ -172,6 +172,8 @@ class EngineSpec:
     """Record the experts of each token (column `ROUTED_EXPERTS`)."""
     sleeps: bool = False
     """The engine gives its device's memory back while the policy computes."""
+    discards: bool = False
+    """A sleeping engine keeps no copy of its weights where a refit follows."""
     replicas: int = 1
     """Replicas of the engine's ranks, which share its experts and compute every step together."""
 
@@ -397,8 +399,9 @@ class EngineWorker(WeightReceiver, Protocol):
     def forget_prompts(self) -> None:
         """Drop cached prompts, so that the next ones are computed as in a new engine."""
 
-    def sleep(self) -> None:
-        """Free shared device memory until `wake`, and pause submitted samples. A refit wakes only the weights."""
+    def sleep(self, refit_next: bool = False) -> None:
+        """Free shared device memory until `wake`, and pause submitted samples. A refit wakes only the weights. With
+        `refit_next`, engines that discard (`EngineSpec.discards`) drop them and generate after a full refit only."""
 
     def wake(self) -> None:
         """Take the memory again; the engine can generate."""

@@ -290,9 +290,10 @@ class EngineClient:
         """Make engines drop cached prompts; skip dead ones."""
         _require_of_the_living(self.receivers.submit(EngineWorker.forget_prompts))
 
-    def sleep(self) -> None:
-        """Let the engines give their devices' memory back. One whose process is gone holds none, and is passed over."""
-        _require_of_the_living(self.receivers.submit(EngineWorker.sleep))
+    def sleep(self, refit_next: bool = False) -> None:
+        """Let the engines give their devices' memory back; `refit_next`: they need not keep their weights. One whose
+        process is gone holds none, and is passed over."""
+        _require_of_the_living(self.receivers.submit(EngineWorker.sleep, refit_next))
 
     def wake(self) -> None:
         """Let the engines take their memory again. One whose process is gone is missed when it is to answer."""

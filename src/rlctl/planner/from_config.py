@@ -385,6 +385,7 @@ def plan_from_config(
         saves=config.run.save_final or config.run.checkpoint_every != 0,
         save_copies=config.run.save_copies,
         dispatcher="flex" if flex else "alltoall",
+        discards=config.engine_settings is not None and config.engine_settings.generation.discard_weights,
     )  # fmt: skip
     return make_plan(request, top=top, refusal=refusal)
 

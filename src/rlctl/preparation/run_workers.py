@@ -171,7 +171,7 @@ class RunWorkers:
             sampling = Sampling(NEW_TOKENS, policy.temperature, kept.top_p, kept.top_k, kept.min_p, never=policy.never)
             graphs = self.spec.engines.backend.without_graphs
             options["decode_check"] = DecodeCheck(decode_limit, vocab, length, sampling, graphs, shown)
-        options |= {"dtype": policy.dtype, "engines_sleep": engine.sleeps}
+        options |= {"dtype": policy.dtype, "engines_sleep": engine.sleeps, "engines_discard": engine.discards}
         options["offload"] = engine.sleeps if offload is None else offload
         return WeightSync(self.policy, self.senders, self.engines, policy.facts, settings=settings, **options)
 

@@ -39,8 +39,18 @@ class DeviceHolder(Enum):
 class DeviceHandover:
     """Hands the devices from one to the other. Begins with the policy's turn, engines that sleep being asleep."""
 
-    def __init__(self, policy: PolicyClient, engines: EngineClient, *, offload: bool, engines_sleep: bool) -> None:
-        """`offload`: the policy can wait in host memory; `engines_sleep`: the engines can."""
+    def __init__(
+        self,
+        policy: PolicyClient,
+        engines: EngineClient,
+        *,
+        offload: bool,
+        engines_sleep: bool,
+        engines_discard: bool = False,
+    ) -> None:
+        """`offload`: the policy can wait in host memory; `engines_sleep`: the engines can; `engines_discard`: they keep
+        no copy of their weights before a refit."""
+        self.engines_discard = engines_discard
         self._policy, self._engines = policy, engines
         self._offload, self._engines_sleep = offload, engines_sleep
         self.holder = DeviceHolder.POLICY
@@ -60,10 +70,11 @@ class DeviceHandover:
         self.holder = DeviceHolder.POLICY
 
     @contextmanager
-    def generating(self) -> Iterator[int]:
-        """The engines' turn for the block, then the policy's; yields the bytes that the policy's devices got back."""
+    def generating(self, refit_next: bool = False) -> Iterator[int]:
+        """The engines' turn for the block, then the policy's; yields the bytes that the policy's devices got back.
+        `refit_next`: engines get new weights before they generate again."""
         yield self.to_engines()
-        self.to_policy()
+        self.to_policy(refit_next)
 
     def make_room(self) -> int:
         """Move the policy's state to host memory where it is to wait there; return the bytes that devices got."""
@@ -77,9 +88,9 @@ class DeviceHandover:
         self.holder = DeviceHolder.ENGINES
         return freed
 
-    def to_policy(self) -> None:
+    def to_policy(self, refit_next: bool = False) -> None:
         if self._engines_sleep:
-            self._engines.sleep()
+            self._engines.sleep(refit_next)
         if self._offload:
             if self._engines_sleep and self.holder is DeviceHolder.ENGINES:
                 tell, self.when_all_sleep = self.when_all_sleep, None
@@ -111,6 +122,7 @@ class WeightSync:
         dtype: str,
         offload: bool,
         engines_sleep: bool,
+        engines_discard: bool = False,
         receive: Receive = "auto",
         converted: Mapping[str, int] | None = None,
         converted_at: Path | None = None,
@@ -132,7 +144,9 @@ class WeightSync:
             converted=converted,
             converted_at=converted_at,
         )
-        self.devices = DeviceHandover(policy, engines, offload=offload, engines_sleep=engines_sleep)
+        self.devices = DeviceHandover(
+            policy, engines, offload=offload, engines_sleep=engines_sleep, engines_discard=engines_discard
+        )
         self._restarts, self._tell = restarts, tell
         self.lost_engines = 0
         """Engines that were lost so far."""
@@ -143,6 +157,8 @@ class WeightSync:
     def __enter__(self) -> WeightSync:
         self.devices.to_weights()
         self.session.open()
+        if self.devices.engines_discard:  # the first refit, which compares weights and decoding, shows that it works
+            self.engines.sleep(refit_next=True)
         if self.session.note:
             self._tell(self.session.note)
         return self
@@ -153,8 +169,8 @@ class WeightSync:
         elif kind is not KeyboardInterrupt:  # after which nobody is asked: the processes, which may be busy, are ended
             self.session.abandon()
 
-    def generating(self) -> AbstractContextManager[int]:
-        return self.devices.generating()
+    def generating(self, *, refit_next: bool = False) -> AbstractContextManager[int]:
+        return self.devices.generating(refit_next)
 
     @property
     def takes_turns(self) -> bool:

@@ -61,7 +61,8 @@ class SynchronousSource:
             positions = self._ledger.take(missing)
             rows = {position: self._prompts.prompt_at(position) for position in positions}
             requests = [self._groups.request(position, row) for position, row in rows.items()]
-            with self._timer(Phase.GENERATION), self._sync.generating() as freed_bytes:
+            # Nothing but training follows the only round of sampling; then come new weights.
+            with self._timer(Phase.GENERATION), self._sync.generating(refit_next=not replaces) as freed_bytes:
                 results = generate_groups(
                     self._engines,
                     requests,

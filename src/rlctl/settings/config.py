@@ -263,6 +263,21 @@ class RolloutConfig(EngineConfig):
         return self
 
     @model_validator(mode="after")
+    def validate_discarded_weights(self) -> RolloutConfig:
+        if not self.generation.discard_weights:
+            return self
+        for key, value, needs in (
+            ("refit.sparse", self.refit.sparse, "sends changes to weights that the engines still hold"),
+            ("rollouts.mode", self.rollouts.mode == "async" and "async", "lets engines generate between two refits"),
+            ("filter.groups", self.filter.groups == "replace" and "replace", "may sample again before the refit"),
+        ):
+            if value:
+                raise ValueError(
+                    f"generation.discard_weights = true does not go with {key} = {str(value).lower()}, which {needs}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def validate_rollouts_end_before_the_step(self) -> RolloutConfig:
         if self.rollout_timeout_s >= self.cluster.step_limit_s:
             raise ValueError(

@@ -109,6 +109,9 @@ class GenerationConfig(Section):
     """Tokens that end a completion, in addition to the model's own end tokens."""
     env: dict[str, str] = {}
     """Environment variables of the engines' processes."""
+    discard_weights: Annotated[bool, FREE] = False
+    """Engines that share GPUs with the policy discard their weights before a refit (vLLM's sleep level 2), instead of
+    copying them to host memory. The decoding check of the first refit shows whether a model allows it."""
     memory_fraction: Annotated[Fraction | None, CHOSEN] = None
     """Fraction of a GPU's memory that vLLM may use."""
     kv_cache_bytes: Annotated[Bytes | None, CHOSEN] = None

@@ -58,9 +58,9 @@ def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
         concurrency=3,
     )
 
-    def begin(in_flight: str, model: Path = tiny_llama, **sizes: int) -> Direct:
+    def begin(in_flight: str, model: Path = tiny_llama, discards: bool = False, **sizes: int) -> Direct:
         own = spec(model, facts_in(model), **sizes) if sizes else plain
-        group.within(START_TIMEOUT_S).call(SwappingEngine.swap, replace(own, in_flight=in_flight))
+        group.within(START_TIMEOUT_S).call(SwappingEngine.swap, replace(own, in_flight=in_flight, discards=discards))
         return Direct(group, model)
 
     yield begin
@@ -285,6 +285,36 @@ def test_submitted_samples_are_kept_while_the_engine_sleeps_and_go_on_under_the_
     while len(results) < len(requests()):
         results += attached(*engine.call(EpisodeWorker.collect_by_handle, 100.0))
     require_tokens_of_their_versions(results, old, new)
+
+
+@pytest.mark.parametrize("discards", [True, False])
+def test_an_engine_that_discards_its_weights_generates_after_the_next_refit_only(
+    start: Start, tiny_llama: Path, discards: bool
+) -> None:
+    """vLLM's CPU platform discards nothing, so the weights are filled with NaN while the engine sleeps."""
+    engine, policy = start("wait", discards=discards), WholeTensorPolicy(tiny_llama)
+    engine.group.call(SwappingEngine.share_device)
+    policy.refit(engine, 1)
+    engine.call(EngineWorker.wake)
+    short = Sampling(8, 0.0)
+    before = [one.columns.tokens_T.tolist() for one in engine.call(EpisodeWorker.generate, requests(), short, 100.0)]
+    engine.call(EngineWorker.sleep)  # as after a validation: the next generation has the same weights
+    engine.call(EngineWorker.wake)
+    again = [one.columns.tokens_T.tolist() for one in engine.call(EpisodeWorker.generate, requests(), short, 100.0)]
+    assert again == before
+    engine.call(EngineWorker.sleep, True)
+    assert engine.group.call(SwappingEngine.sleep_levels) == [[1, 2] if discards else [1, 1]]
+    if not discards:
+        return
+    assert engine.group.call(SwappingEngine.spoil)[0] > 0
+    engine.call(EngineWorker.wake)
+    with pytest.raises(WorkerError, match=r"Engine 0 has discarded its weights\."):
+        engine.call(EpisodeWorker.generate, requests(), short, 100.0)
+    engine.call(EngineWorker.sleep, True)
+    policy.refit(engine, 2)
+    engine.call(EngineWorker.wake)
+    last = [one.columns.tokens_T.tolist() for one in engine.call(EpisodeWorker.generate, requests(), short, 100.0)]
+    assert last == before
 
 
 def test_seconds_in_which_an_engine_sleeps_are_not_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,12 @@ def engine_spec(
     pauses = device == "cpu" and colocated and config.samples_while_training and bool(config.training.offload)
     environment = engine_env(device, threads, ranks=tp * pp * dp, plain_parameters=generation.plain_parameters)
     environment |= generation.env
+    sleeps = bool((arguments | passed).get("enable_sleep_mode"))
+    if generation.discard_weights and not sleeps:
+        raise ConfigError(
+            "generation.discard_weights is for engines that share GPUs with the policy; these keep their weights.",
+            "Remove it, or generate on the training GPUs (generation.colocated=true).",
+        )
     return EngineSpec(
         device,
         arguments | passed,
@@ -91,7 +97,8 @@ def engine_spec(
         config.refit.in_flight or "wait",
         config.refit.timeout_s,
         config.training.router_replay,
-        sleeps=pauses or bool((arguments | passed).get("enable_sleep_mode")),
+        sleeps=pauses or sleeps,
+        discards=generation.discard_weights,
         replicas=dp,
     )
 

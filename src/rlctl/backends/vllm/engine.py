@@ -28,6 +28,7 @@ from rlctl.garbage import many_objects
 ABORTED = "abort"
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps
 POISONED = -1
+DISCARDED = -2
 """Stands for the version of weights that were spoiled on purpose."""
 
 
@@ -241,6 +242,8 @@ class VllmEngine:
     def _require_whole_weights(self) -> None:
         if self._updating == POISONED:
             raise WorkerError(f"{self.label} holds poisoned weights.", "It generates again after a full refit.")
+        if self._updating == DISCARDED:
+            raise WorkerError(f"{self.label} has discarded its weights.", "It generates again after a full refit.")
         if self._updating is not None:
             raise WorkerError(
                 f"{self.label} holds half-updated weights: the refit to version {self._updating} did not succeed.",
@@ -253,12 +256,14 @@ class VllmEngine:
         with self._lock.ask():
             self._engine.reset_prefix_cache()
 
-    def sleep(self) -> None:
+    def sleep(self, refit_next: bool = False) -> None:
         """Samples in flight stay, and are computed again from their tokens once the engine is awake."""
+        discards = refit_next and self.spec.discards
         with self._lock.ask():
             if self._samples and self._memory.shared and self._memory.whole:
                 self._take(self._engine.pause())
-            self._memory.sleep()
+            if self._memory.sleep(discards=discards):
+                self._updating = DISCARDED
             self._clock.run(self._memory.whole)
             self._lock.tell()
 
@@ -437,11 +442,13 @@ class DeviceMemory:
     def whole(self) -> bool:
         return not self._away
 
-    def sleep(self) -> None:
-        """Move weights to host memory and drop the cache; keep requests. Up to vLLM 0.30, partly awake engines stay
-        so."""
-        if self.shared and WEIGHTS not in self._away:
-            self._engine.sleep(level=1, mode="keep")
+    def sleep(self, *, discards: bool = False) -> bool:
+        """Move weights to host memory, or discard them, and drop the cache; keep requests. Up to vLLM 0.30, partly
+        awake engines stay so. Return whether weights were discarded: vLLM keeps a copy of buffers alone then."""
+        if not self.shared or WEIGHTS in self._away:
+            return False
+        self._engine.sleep(level=2 if discards else 1, mode="keep")
+        return discards
 
     def wake(self, *parts: str) -> None:
         """Bring back `parts` (none named: everything); the cache comes back empty."""

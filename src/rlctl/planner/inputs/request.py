@@ -239,6 +239,8 @@ class Request:
     """Checkpoints are written."""
     save_copies: bool | None = None
     """Saves copy states to host memory; None: where it suffices."""
+    discards: bool = False
+    """Sleeping engines keep no copy of their weights before a refit."""
     own_layers: bool = False
     """Megatron's own layers train, and not TransformerEngine's fused ones."""
     dispatcher: Literal["alltoall", "flex"] = "alltoall"

@@ -375,7 +375,7 @@ def _host_memory(
         ranks = max(1, cluster.gpus_per_node)
         if training is None:  # the engines' workers, and the object store
             return ranks * constants.engine_host_bytes + mem.node_bytes(cluster, constants)
-        weights = weight_bytes(request.facts, generation) if generation else 0.0
+        weights = weight_bytes(request.facts, generation) if generation and not request.discards else 0.0
         shared = colocated and generation is not None
         teacher = training.teacher.weights if training.teacher else 0.0
         # Moments in a narrower format are unpacked into host memory at a save, whether or not training waits.

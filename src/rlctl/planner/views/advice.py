@@ -161,7 +161,20 @@ def _larger_host(request: Request) -> tuple[str, ...]:
     have = cluster.device.host_memory / GIB
     text = f"It fits on a machine (or in a container) with {need} GiB of memory a node; this one has {have:.0f}"
     copied = " Or set run.save_copies=false: saves then copy nothing." if request.save_copies else ""
-    return (f"{text}.{copied}",)
+    kept = (
+        " Or set generation.discard_weights=true: sleeping engines then keep no copy."
+        if _would_discard(request)
+        else ""
+    )
+    return (f"{text}.{copied}{kept}",)
+
+
+def _would_discard(request: Request) -> bool:
+    """Whether a plan fits once sleeping engines discard their weights."""
+    work = request.workload
+    if request.discards or not (work.engines and work.trains) or work.staleness is not None:
+        return False
+    return any(plan.runnable and plan.colocated for plan in feasible_plans(replace(request, discards=True))[0])
 
 
 def _larger_device(request: Request) -> str | None:
