@@ -131,8 +131,8 @@ def evaluate(
         from rlctl.rewards.statistics import default_ks
         from rlctl.runs.evaluation_file import SampleFile
 
-        found = candidates([*map(Path, run_dirs), *map(str, models)], steps, of_model, n)
-        job = evaluation(found, tasks, n, k or default_ks(n), limit)
+        evaluated = candidates([*map(Path, run_dirs), *map(str, models)], steps, of_model, n)
+        job = evaluation(evaluated, tasks, n, k or default_ks(n), limit)
         with SampleFile(None if output is None else Path(output)) as file:
             return [result.to_json() for result in run_evaluation(job, file, tell)]
 

@@ -105,11 +105,11 @@ def show_version(value: bool) -> None:
     """Print the versions of rlctl and of its engines, without importing them."""
     if not value:
         return
-    found = {"rlctl": __version__, "python": platform.python_version()} | installed_versions(ENGINES)
+    versions = {"rlctl": __version__, "python": platform.python_version()} | installed_versions(ENGINES)
     if output.JsonMode.wanted:
-        output.print_json(found)
+        output.print_json(versions)
     else:
-        output.show("\n".join(f"{name} {version}" for name, version in found.items()))
+        output.show("\n".join(f"{name} {version}" for name, version in versions.items()))
     raise typer.Exit
 
 
@@ -164,10 +164,10 @@ def run(argv: list[str] | None = None) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # the help
             return error.exit_code
-        known = explained(error)
+        explanation = explained(error)
         output.JsonMode.wanted |= "--json" in (sys.argv[1:] if argv is None else argv)
-        output.report_error(known)
-        return known.exit_code
+        output.report_error(explanation)
+        return explanation.exit_code
     except typer.Abort:
         output.complain("rlctl: stopped")
         return 1
@@ -177,13 +177,13 @@ def run(argv: list[str] | None = None) -> int:
     except (RlctlError, ModuleNotFoundError) as error:
         if debugging:
             raise
-        known = error if isinstance(error, RlctlError) else missing_package(error)
-        output.report_error(known)
-        return known.exit_code
+        explanation = error if isinstance(error, RlctlError) else missing_package(error)
+        output.report_error(explanation)
+        return explanation.exit_code
     except OSError as error:
         # An error of the file system that no caller has explained; its path names the cause.
         if (error.filename is None and error.errno != errno.ENOSPC) or debugging:
             raise
-        what = "the output" if error.filename is None else os.fsdecode(error.filename)
-        output.report_error(RlctlError(f"{what}: {error.strerror}.", "RLCTL_DEBUG=1 shows the traceback."))
+        target = "the output" if error.filename is None else os.fsdecode(error.filename)
+        output.report_error(RlctlError(f"{target}: {error.strerror}.", "RLCTL_DEBUG=1 shows the traceback."))
         return 1

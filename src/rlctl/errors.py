@@ -135,9 +135,9 @@ def missing_package(error: ModuleNotFoundError) -> RlctlError:
     return MachineError(f"the Python package `{package}` is not installed.", hint)
 
 
-def suggest(word: str, known: Iterable[str]) -> str | None:
+def suggest(word: str, candidates: Iterable[str]) -> str | None:
     """Return `Did you mean ...?` for the nearest known words, or None."""
-    near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.55)
+    near = difflib.get_close_matches(word, list(candidates), n=3, cutoff=0.55)
     return f"Did you mean {' or '.join(near)}?" if near else None
 
 

@@ -35,7 +35,7 @@ from rlctl.recipes.nemo_rl import NemoRl
 from rlctl.recipes.nemo_rl.mapping_rules import MEGATRON
 from rlctl.recipes.nemo_rl.mapping_table import RULES
 from rlctl.recipes.nemo_rl.recipe import import_recipe, read_recipe
-from rlctl.recipes.rules import Found
+from rlctl.recipes.rules import Leaf
 from rlctl.rewards.prepare_rewards import prepare_rewards
 from support.plans import plan_of
 
@@ -509,8 +509,8 @@ def test_no_value_of_any_key_is_a_traceback(value: Any, backend: str, monkeypatc
 
 
 def test_a_rule_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def halfway(found: Found) -> None:
-        found.map("run.seed", 5)
+    def halfway(leaf: Leaf) -> None:
+        leaf.map("run.seed", 5)
         raise TypeError("no such value")
 
     monkeypatch.setitem(RULES, "grpo.seed", halfway)

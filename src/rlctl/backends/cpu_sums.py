@@ -39,10 +39,10 @@ def embedding(
     """`F.embedding`. The gradient of `index_select` adds up in float32."""
     if not _is_narrow(weight) or not weight.requires_grad or max_norm is not None or scale_grad_by_freq or sparse:
         return _usual_embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    found = weight.index_select(0, input.flatten()).view(*input.shape, weight.shape[1])
+    looked_up = weight.index_select(0, input.flatten()).view(*input.shape, weight.shape[1])
     if padding_idx is None:
-        return found
-    return torch.where((input == padding_idx % len(weight))[..., None], found.detach(), found)
+        return looked_up
+    return torch.where((input == padding_idx % len(weight))[..., None], looked_up.detach(), looked_up)
 
 
 def layer_norm(

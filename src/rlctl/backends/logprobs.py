@@ -102,8 +102,8 @@ def chunked_logprobs(
             assert top is not None
             further = top_tokens(logits_UV, vocab, top)[inverse]
         if projection is not None:
-            wanted, places_RK = further.unique(return_inverse=True)
-            matrix = projection.part(wanted, vocab.start, logits_UV.shape[1])
+            token_ids, places_RK = further.unique(return_inverse=True)
+            matrix = projection.part(token_ids, vocab.start, logits_UV.shape[1])
             projected_RK = ProjectedProbs.apply(logits_UV, inverse, places_RK, matrix, vocab, temperature)
             out = TokenLogprobs.apply(logits_UV, inverse, targets, vocab, temperature, truncation)
             return torch.cat([out[:2], projected_RK.T, out[2:]])
@@ -139,8 +139,8 @@ def _in_chunks(
         own_R = order_R[splits[number] : splits[number + 1]]
         hidden = hidden_U[start : start + chunk]
         further = None if further_RK is None else further_RK[own_R]
-        own = (hidden, inverse_R[own_R] - start, targets_R[own_R], further)
-        parts.append(checkpoint(part, *own, use_reentrant=False))
+        chunk_columns = (hidden, inverse_R[own_R] - start, targets_R[own_R], further)
+        parts.append(checkpoint(part, *chunk_columns, use_reentrant=False))
     return torch.cat(parts, 1)[:, torch.argsort(order_R)]
 
 
@@ -175,7 +175,7 @@ def top_tokens(logits_UV: Tensor, vocab: VocabPart, top: Teaching) -> Tensor:
         missing = top.top - values_UK.shape[1]
         values_UK = F.pad(values_UK.float(), (0, missing), value=-torch.inf)
         ids_UK = F.pad(ids_UK, (0, missing))
-        values, ids = ([torch.empty_like(own) for _ in range(ranks)] for own in (values_UK, ids_UK))
+        values, ids = ([torch.empty_like(values_U) for _ in range(ranks)] for values_U in (values_UK, ids_UK))
         torch.distributed.all_gather(values, values_UK.contiguous(), group=vocab.group)
         torch.distributed.all_gather(ids, ids_UK.contiguous(), group=vocab.group)
         best_UK = torch.cat(values, 1).topk(top.top).indices
@@ -269,7 +269,9 @@ class _KeptGradient:
         return cls(lowest_U, share_U, factor_U, grad_R * (1 - added_R / kept_R))
 
     def of_rows(self, exp_UV: Tensor, rows: slice) -> Tensor:
-        lowest_U1, share_U1, factor_U1 = (one[rows, None] for one in (self.lowest_U, self.share_U, self.factor_U))
+        lowest_U1, share_U1, factor_U1 = (
+            values_U[rows, None] for values_U in (self.lowest_U, self.share_U, self.factor_U)
+        )
         at_lowest_UV = torch.where(exp_UV < lowest_U1, 0.0, factor_U1 * share_U1)
         return torch.where(exp_UV > lowest_U1, factor_U1, at_lowest_UV).mul_(exp_UV)
 
@@ -427,8 +429,8 @@ def _scale(
             further.append(torch.special.xlogy(part, part).mul_(-entropy_U[rows, None]))
             factor_U1 = factor_U1 - (entropy_U[rows] * shift_U[rows])[:, None]
         part.mul_(factor_U1)
-        for one in further:
-            part.add_(one)
+        for scaling in further:
+            part.add_(scaling)
     return exp_UV
 
 

@@ -133,8 +133,8 @@ def require_backends(config: RlctlConfig) -> None:
         _require(ENGINES, EngineBackend, "generation.backend", engines.generation.backend)
 
 
-def _require(known: dict[str, Any], kind: type[PolicyBackend | EngineBackend], key: str, name: str) -> None:
-    if name in ("auto", *known):
+def _require(backends: dict[str, Any], kind: type[PolicyBackend | EngineBackend], key: str, name: str) -> None:
+    if name in ("auto", *backends):
         return
     if entry := find_plugin("rlctl.backends", name):
         record = load_plugin(entry)
@@ -145,7 +145,7 @@ def _require(known: dict[str, Any], kind: type[PolicyBackend | EngineBackend], k
             )
         register_backend(record)
         return
-    names = ("auto", *known, *plugin_names("rlctl.backends"))
+    names = ("auto", *backends, *plugin_names("rlctl.backends"))
     raise ConfigError(f"{key} = {name} is not known.", suggest(name, names) or f"Choose one of {', '.join(names)}.")
 
 
@@ -154,8 +154,8 @@ def engine_backend(name: str = "auto") -> EngineBackend:
     return _found(ENGINES, ENGINE if name == "auto" else name, "generation.backend")
 
 
-def _found(known: dict[str, Any], name: str, what: str) -> Any:
-    if name not in known:
-        raise ConfigError(f"{what} = {name} is not known.", f"Choose one of {', '.join(sorted(known))}.")
-    found = known[name]
-    return import_module(found).BACKEND if isinstance(found, str) else found
+def _found(entries: dict[str, Any], name: str, description: str) -> Any:
+    if name not in entries:
+        raise ConfigError(f"{description} = {name} is not known.", f"Choose one of {', '.join(sorted(entries))}.")
+    entry = entries[name]
+    return import_module(entry).BACKEND if isinstance(entry, str) else entry

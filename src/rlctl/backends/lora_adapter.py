@@ -77,9 +77,9 @@ def is_excluded(module: str, lora: LoraConfig) -> bool:
     return any(fnmatchcase(module, pattern) for pattern in lora.exclude)
 
 
-def require_kind(name: str, module: nn.Module, known: Iterable[type]) -> None:
+def require_kind(name: str, module: nn.Module, kinds: Iterable[type]) -> None:
     """Raise ConfigError where a layer is of a class that adapters do not cover."""
-    if type(module) not in known:
+    if type(module) not in kinds:
         raise ConfigError(
             f"training.lora: {name} is a {type(module).__name__}, which adapters do not cover.",
             "Leave its group out of training.lora.targets, or train all weights.",

@@ -175,8 +175,8 @@ def detached(results: Sequence[SampledGroup]) -> tuple[list[SampledGroup], list[
     """Return results whose token-sized values are replaced by places in the list of them; `attached` undoes it."""
     values = [value for result in results for value in (result.columns, result.texts, result.transcripts)]
     places = range(0, len(values), VALUES_A_GROUP)
-    found = zip(places, results, strict=True)
-    return [replace(r, columns=at, texts=at + 1, transcripts=at + 2) for at, r in found], values
+    sent = zip(places, results, strict=True)
+    return [replace(r, columns=at, texts=at + 1, transcripts=at + 2) for at, r in sent], values
 
 
 def attached(results: Sequence[SampledGroup], values: Sequence[Any]) -> list[SampledGroup]:

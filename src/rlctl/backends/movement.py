@@ -38,7 +38,7 @@ class Movement:
             return
         now, first = _sample(master), self._first[name]
         first_narrow, before_narrow, now_narrow = (
-            narrowed(one, self._dtype, self._rounding).double() for one in (first, self._before[name], now)
+            narrowed(tensor, self._dtype, self._rounding).double() for tensor in (first, self._before[name], now)
         )
         moved = (now - first).double()
         of_sample = torch.stack([

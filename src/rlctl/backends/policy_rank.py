@@ -416,14 +416,14 @@ class PolicyRank(WeightSource, ABC):
 
     @torch.no_grad()
     def _outputs(self, rows: list[PackedRow]) -> list[Tensor]:
-        found = self.run_rows(rows, lambda row, out: (out[0].sum(), {"out": out}), forward_only=True)
+        results = self.run_rows(rows, lambda row, out: (out[0].sum(), {"out": out}), forward_only=True)
         report(len(rows), len(rows))
-        return [one["out"] for one in found]
+        return [result["out"] for result in results]
 
     def export_logprobs(self) -> tuple[None, list[GroupLogprobs]]:
-        found = self._outputs(self._all_rows())
+        outputs = self._outputs(self._all_rows())
         reports = self.spec.parallel.reports(self.rank)
-        return None, logprobs_by_group(self._shard, self._rows, found) if reports else []
+        return None, logprobs_by_group(self._shard, self._rows, outputs) if reports else []
 
     def import_logprobs(self, handles: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
         add_teacher_logprobs(self._shard, self._rows, handles, fetch, self._projection)
@@ -449,12 +449,12 @@ class PolicyRank(WeightSource, ABC):
     @torch.no_grad()
     def evaluate_minibatch(self, index: int, loss: MicroBatchLoss) -> MinibatchResult | None:
         rows = self._rows[index]
-        found = self.run_rows(
+        results = self.run_rows(
             rows, lambda row, out: micro_batch_loss(loss, PackedRow.token_batch, row, out), forward_only=True
         )
         report(len(rows), len(rows))
         unchanged = StepOutcome(grad_norm=0.0, skipped=False)
-        return self._result(minibatch_result(found, unchanged, self.data_group) if found else None)
+        return self._result(minibatch_result(results, unchanged, self.data_group) if results else None)
 
     def train_on(
         self,
@@ -467,7 +467,7 @@ class PolicyRank(WeightSource, ABC):
         """Take one optimizer step on a mini-batch. `batch_of` makes of a row and the output what `loss` takes."""
         rows = self._rows[index]
         self.clear_gradients()
-        found = self.run_rows(rows, lambda row, out: micro_batch_loss(loss, batch_of, row, out), forward_only=False)
+        results = self.run_rows(rows, lambda row, out: micro_batch_loss(loss, batch_of, row, out), forward_only=False)
         report(len(rows), len(rows))
         self.keep_saved()
         outcome = self.take_step(lr, weight_decay)
@@ -475,7 +475,7 @@ class PolicyRank(WeightSource, ABC):
         self.round_weights()
         if self.movement is not None and not outcome.skipped:
             outcome = replace(outcome, rounded=self.movement.total(self.device))
-        return self._result(minibatch_result(found, outcome, self.data_group) if found else None)
+        return self._result(minibatch_result(results, outcome, self.data_group) if results else None)
 
     def counted(self, rows: list[PackedRow]) -> Iterator[PackedRow]:
         """Yield the rows, and tell the driver how many came before; one rank tells it for all."""

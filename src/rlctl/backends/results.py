@@ -71,11 +71,11 @@ def micro_batch_loss(
     `value_batch`."""
     if out.shape[1] == 0:  # takes part in the collectives of the backward pass with a gradient of 0
         return out.sum() * 0.0, {"loss": out.detach().sum(), "sums": {}, "maxima": {}}
-    found = loss(batch_of(row, out))
-    detached: dict[str, Any] = {"loss": found.loss.detach().clone()}  # the schedule may scale the loss in place
+    loss_sums = loss(batch_of(row, out))
+    detached: dict[str, Any] = {"loss": loss_sums.loss.detach().clone()}  # the schedule may scale the loss in place
     for kind in ("sums", "maxima"):
-        detached[kind] = {name: value.detach() for name, value in getattr(found, kind).items()}
-    return found.loss, detached
+        detached[kind] = {name: value.detach() for name, value in getattr(loss_sums, kind).items()}
+    return loss_sums.loss, detached
 
 
 def add_advantages(rows: list[PackedRow], estimate: AdvantageEstimate, group: Any) -> None:
@@ -83,9 +83,9 @@ def add_advantages(rows: list[PackedRow], estimate: AdvantageEstimate, group: An
     over `group` (data parallel)."""
     for row in rows:
         columns = row.columns_R
-        found = row.value_batch(columns.get("values", torch.zeros_like(columns["advantages"]))[None])
-        columns["rewards"] = found.rewards_R
-        returns_R, columns["advantages"] = estimate(found)
+        batch_values = row.value_batch(columns.get("values", torch.zeros_like(columns["advantages"]))[None])
+        columns["rewards"] = batch_values.rewards_R
+        returns_R, columns["advantages"] = estimate(batch_values)
         if returns_R is not None:
             columns["returns"] = returns_R
     if estimate.whitens:
@@ -99,11 +99,17 @@ def add_advantages(rows: list[PackedRow], estimate: AdvantageEstimate, group: An
 def _whiten(rows: list[PackedRow], group: Any) -> None:
     """Whiten the advantages of all counted tokens over all ranks; equal ones become 0."""
     counted = [row.columns_R["advantages"][row.columns_R["token_weights"] != 0].double() for row in rows]
-    own = torch.cat(counted) if counted else torch.zeros(0)
+    counted_values = torch.cat(counted) if counted else torch.zeros(0)
     moments = (0, 0.0, 0.0, 0.0, 0.0)  # number, mean, sum of squares around it, smallest and largest value
-    if len(own):
-        square = (own - own.mean()).square().sum()
-        moments = len(own), float(own.mean()), float(square), float(own.min()), float(own.max())
+    if len(counted_values):
+        square = (counted_values - counted_values.mean()).square().sum()
+        moments = (
+            len(counted_values),
+            float(counted_values.mean()),
+            float(square),
+            float(counted_values.min()),
+            float(counted_values.max()),
+        )
     parts = [part for part in _all_ranks(moments, group) if part[0]]
     if not parts:
         return
@@ -116,10 +122,10 @@ def _whiten(rows: list[PackedRow], group: Any) -> None:
         row.columns_R["advantages"] = (row.columns_R["advantages"] - mean) * scale
 
 
-def minibatch_result(found: list[dict], outcome: StepOutcome, group: Any) -> MinibatchResult:
+def minibatch_result(results: list[dict], outcome: StepOutcome, group: Any) -> MinibatchResult:
     """Return sums and maxima over the micro-batches of all data-parallel ranks. Collective over them (`group`)."""
-    local: dict[str, Any] = {"loss": sum(float(micro["loss"]) for micro in found), "sums": {}, "maxima": {}}
-    for micro in found:
+    local: dict[str, Any] = {"loss": sum(float(micro["loss"]) for micro in results), "sums": {}, "maxima": {}}
+    for micro in results:
         for name, value in micro["sums"].items():
             local["sums"][name] = local["sums"].get(name, 0.0) + float(value)
         for name, value in micro["maxima"].items():
@@ -155,6 +161,6 @@ def _all_ranks(value: Any, group: Any) -> list[Any]:
     """Return `value` of every rank of `group` in order, for reproducible float64 sums."""
     if group.size() == 1:
         return [value]
-    found: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(found, value, group=group)
-    return found
+    gathered: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(gathered, value, group=group)
+    return gathered

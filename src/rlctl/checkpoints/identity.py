@@ -35,11 +35,11 @@ def damaged_files(directory: Path, digests: Mapping[str, str]) -> list[str]:
     problems = []
     for name, expected in digests.items():
         try:
-            found = file_digest(directory / name)
+            digest = file_digest(directory / name)
         except OSError as error:
             problems.append(f"{name} cannot be read ({error.strerror})")
             continue
-        if found != expected:
+        if digest != expected:
             problems.append(f"{name} is not what was written")
     return problems
 
@@ -68,10 +68,10 @@ def source_identity(directory: Path) -> str:
     _add_small_files(digest, directory, COMPANIONS)
     for path in sorted(directory.glob("*.safetensors")):
         real, stat = path.resolve(), path.stat()
-        known = real.name
+        folder = real.name
         if real.parent.name != "blobs":
-            known = f"{real} {stat.st_mtime_ns} {_sampled(real, stat.st_size, stat.st_ino, stat.st_ctime_ns)}"
-        _add(digest, f"{path.name}/{stat.st_size}", known.encode())
+            folder = f"{real} {stat.st_mtime_ns} {_sampled(real, stat.st_size, stat.st_ino, stat.st_ctime_ns)}"
+        _add(digest, f"{path.name}/{stat.st_size}", folder.encode())
     return digest.hexdigest()
 
 

@@ -51,9 +51,9 @@ def inspect(path: Path) -> Inspection:
     """Inspect a Hugging Face directory, a Megatron checkpoint or a run. Raises InputError for anything else."""
     if not path.exists():
         raise InputError(f"{path} does not exist.")
-    found = find(path) if path.is_dir() else None
-    if found is not None:
-        return _inspect_megatron(path, found)
+    checkpoint = find(path) if path.is_dir() else None
+    if checkpoint is not None:
+        return _inspect_megatron(path, checkpoint)
     if not (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
         hint = "Known: a Hugging Face directory, a Megatron torch_dist checkpoint, a run of rlctl."
         raise InputError(f"{path} is not a checkpoint of a known format.", hint)
@@ -76,27 +76,29 @@ def inspect(path: Path) -> Inspection:
     return result
 
 
-def _inspect_megatron(path: Path, found: MegatronDirectory) -> Inspection:
+def _inspect_megatron(path: Path, checkpoint: MegatronDirectory) -> Inspection:
     from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 
-    result = Inspection(str(path), "megatron torch_dist", iteration=found.iteration, parallelism_agnostic=True)
-    reader = _noting(result, lambda: TorchDistReader.open(found.shards))
+    result = Inspection(str(path), "megatron torch_dist", iteration=checkpoint.iteration, parallelism_agnostic=True)
+    reader = _noting(result, lambda: TorchDistReader.open(checkpoint.shards))
     if reader is None:
         return result
-    own = MODEL_PREFIXES
+    prefixes = MODEL_PREFIXES
     if are_of_modules(reader.shapes):
         result.format = "dtensor torch_dist"
-        own = tuple({*own, *(f"{key.partition('.')[0]}." for key in reader.shapes if not key.startswith("optimizer."))})
-    made = record.read(found.root) if found.shards == found.root / RELEASE else None
-    if made and (problem := record.damage(found.root, made, f"{RELEASE}/")):
+        prefixes = tuple(
+            {*prefixes, *(f"{key.partition('.')[0]}." for key in reader.shapes if not key.startswith("optimizer."))}
+        )
+    made = record.read(checkpoint.root) if checkpoint.shards == checkpoint.root / RELEASE else None
+    if made and (problem := record.damage(checkpoint.root, made, f"{RELEASE}/")):
         result.problems.append(f"changed since its conversion: {problem}")
-    model = {key: spec for key, spec in reader.shapes.items() if key.startswith(own)}
+    model = {key: spec for key, spec in reader.shapes.items() if key.startswith(prefixes)}
     result.adapters = bool(adapter_keys(reader.shapes))
     result.parameters = sum(spec.size for spec in model.values())
     result.bytes = sum(spec.bytes for spec in model.values())
     result.dtype = max((s.dtype for s in model.values()), key=[s.dtype for s in model.values()].count, default=None)
     result.optimizer = any(key.startswith(("optimizer.", "chained_")) for key in reader.shapes)
-    companions = found.huggingface()
+    companions = checkpoint.huggingface()
     if companions is None:
         result.problems.append("no config.json next to it: `megatron-to-hf` needs --config-from")
         return result
@@ -104,9 +106,9 @@ def _inspect_megatron(path: Path, found: MegatronDirectory) -> Inspection:
     if facts is not None:
         result.family = facts.family
         if result.adapters:
-            _noting(result, lambda: base_of(found))
+            _noting(result, lambda: base_of(checkpoint))
             return result
-        opened = _noting(result, lambda: open_megatron_model(found, facts))
+        opened = _noting(result, lambda: open_megatron_model(checkpoint, facts))
         if opened is not None:  # without padding rows and second spellings of norms
             result.parameters = weights_of(opened.facts).parameters
     return result

@@ -14,8 +14,8 @@ NAMED = ("RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
 
 def named_directory() -> Path | None:
     """Folder `rlctl` in the directory that the first set variable of NAMED names."""
-    named = next((os.environ[name] for name in NAMED if os.environ.get(name)), None)
-    return None if named is None else user_path(named) / "rlctl"
+    variable = next((os.environ[name] for name in NAMED if os.environ.get(name)), None)
+    return None if variable is None else user_path(variable) / "rlctl"
 
 
 def hub_directory() -> Path:
@@ -31,8 +31,8 @@ def converted_directory() -> Path:
 def foreign_conversion(name: str) -> Path | None:
     """Return another trainer's conversion of `name`, below NRL_MEGATRON_CHECKPOINT_DIR or its default in the
     `hub_directory`."""
-    given = os.environ.get(NAMED[1])
-    folder = user_path(given) if given and given.strip() else hub_directory() / "nemo_rl"
+    variable = os.environ.get(NAMED[1])
+    folder = user_path(variable) if variable and variable.strip() else hub_directory() / "nemo_rl"
     place = folder / (f"model_{name.replace('/', '_')}" if os.path.exists(name) else name)
     return place if (place / "iter_0000000").is_dir() else None
 

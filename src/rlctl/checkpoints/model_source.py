@@ -86,10 +86,10 @@ def resolve_model(
     the hub is unreachable. Raises InputError for incomplete directories, and unknown, gated or unreachable names."""
     local = user_path(name)
     if local.is_dir() and (checkpoint := find(local)) is not None:
-        found = of_megatron(name, checkpoint)
+        run_model = of_megatron(name, checkpoint)
     elif local.is_dir():
         check_directory(local, weights=weights)
-        found = ModelSource(local.resolve(), name)
+        run_model = ModelSource(local.resolve(), name)
     else:
         require_name_or_directory(name)
         code = ("*.py",) if trust_remote_code else ()
@@ -105,11 +105,11 @@ def resolve_model(
             )
         if directory is not None:
             check_directory(directory, weights=weights)
-        found = supplied or ModelSource(cast(Path, directory), name)
-    for line in unread_weights(found.directory) if weights and found.megatron is None else ():
+        run_model = supplied or ModelSource(cast(Path, directory), name)
+    for line in unread_weights(run_model.directory) if weights and run_model.megatron is None else ():
         tell(line)
-    log.info("%s of %s: %s", "weights" if weights else "configuration and tokenizer", name, found.weights)
-    return found
+    log.info("%s of %s: %s", "weights" if weights else "configuration and tokenizer", name, run_model.weights)
+    return run_model
 
 
 def of_megatron(name: str, checkpoint: MegatronDirectory) -> ModelSource:
@@ -121,8 +121,8 @@ def of_megatron(name: str, checkpoint: MegatronDirectory) -> ModelSource:
     check_directory(companions, weights=False)
     note, kept = None, checkpoint.shards.absolute().parents[2] / RUN_TOKENIZER
     if is_of_run(checkpoint) and kept.is_dir():
-        own = f"--tokenizer {kept} takes the tokenizer and chat template that the run trained with"
-        note = f"{name}: tokenizer and chat template are the base model's; {own}"
+        advice = f"--tokenizer {kept} takes the tokenizer and chat template that the run trained with"
+        note = f"{name}: tokenizer and chat template are the base model's; {advice}"
     return ModelSource(companions.resolve(), name, note, megatron=checkpoint.shards.resolve())
 
 

@@ -38,8 +38,8 @@ def load_rank(
     from rlctl.weights.plan_execution import execute, fill
 
     stored, opened, order = _open(directory, facts, valued, masters)
-    found = find(directory)
-    rounding = computed_in(found)[1] if found is not None and is_of_run(found) else "nearest"
+    megatron = find(directory)
+    rounding = computed_in(megatron)[1] if megatron is not None and is_of_run(megatron) else "nearest"
     plan = receive_plan(stored, world.layout(rank)).prove()
     for name, spec in plan.layout.params.items():
         if name not in params:
@@ -77,8 +77,8 @@ def load_adapters(directory: Path, facts: ModelFacts) -> Pairs:
     reader = TorchDistReader.open(require_policy(directory))
     if not adapter_keys(reader.shapes):
         raise InputError(f"{directory} holds no adapters; its run trained all weights.", "Set training.lora.rank to 0.")
-    held = any(key.startswith(MASTERS) for key in reader.shapes)
-    return read_adapters(reader, facts, prefix=MASTERS if held else "").pairs
+    has_masters = any(key.startswith(MASTERS) for key in reader.shapes)
+    return read_adapters(reader, facts, prefix=MASTERS if has_masters else "").pairs
 
 
 def load_value_head(directory: Path) -> torch.Tensor:
@@ -108,14 +108,14 @@ def _open(
     """A directory's world and params, and where each param lies: files are read front to back."""
     from rlctl.checkpoints.hf.hf_model import open_hf_model
 
-    found = find(directory)
-    if found is None or facts is None:
+    megatron = find(directory)
+    if megatron is None or facts is None:
         model = open_hf_model(directory, facts if facts and facts.listed else None)
         names = sorted(model.layout.params, key=model.source.place)
         return model.world, model.source, {name: i for i, name in enumerate(names)}
     from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model
 
-    checkpoint = open_megatron_model(found, facts, without_mtp=not facts.mtp_layers, valued=valued)
+    checkpoint = open_megatron_model(megatron, facts, without_mtp=not facts.mtp_layers, valued=valued)
     world, blocks = checkpoint.world, checkpoint.blocks
     if masters:
         layout, blocks = checkpoint.masters()

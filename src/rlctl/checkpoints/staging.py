@@ -56,8 +56,8 @@ def locked(destination: Path, waiting: Callable[[str], None]) -> Iterator[bool]:
 def unwritable(destination: Path, error: OSError) -> RlctlError:
     """The error for a destination that the file system refuses."""
     if error.errno in FULL:
-        why = f"{destination.parent} filled up while {destination.name} was written; nothing of it is left."
-        return MachineError(why, "Free some space, or choose another destination.")
+        reason = f"{destination.parent} filled up while {destination.name} was written; nothing of it is left."
+        return MachineError(reason, "Free some space, or choose another destination.")
     return InputError(f"{destination} cannot be written: {error.strerror}.", "Choose another destination.")
 
 
@@ -71,8 +71,8 @@ def staged(destination: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
     aside = destination.parent / f".{destination.name}.partial"
     _remove(aside)
     if (free := shutil.disk_usage(destination.parent).free) < needed_bytes * FREE_SPACE_MARGIN:
-        why = f"{destination.parent} has {free / 1e9:.3g} GB free, but {needed_bytes / 1e9:.3g} GB are needed."
-        raise MachineError(why, "Free some space, or choose another destination.")
+        reason = f"{destination.parent} has {free / 1e9:.3g} GB free, but {needed_bytes / 1e9:.3g} GB are needed."
+        raise MachineError(reason, "Free some space, or choose another destination.")
     try:
         aside.mkdir(parents=True)
         yield aside
@@ -86,10 +86,10 @@ def staged(destination: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
     except (OSError, RuntimeError) as error:  # torch's writers raise RuntimeErrors, which do not say why
         if isinstance(error, RlctlError):
             raise
-        named = Path(os.fsdecode(getattr(error, "filename", None) or destination))
+        filename = Path(os.fsdecode(getattr(error, "filename", None) or destination))
         if is_full(destination.parent, error):
             raise unwritable(destination, OSError(errno.ENOSPC, "")) from error
-        if not isinstance(error, OSError) or not named.is_relative_to(destination.parent):
+        if not isinstance(error, OSError) or not filename.is_relative_to(destination.parent):
             raise
         raise unwritable(destination, error) from error
     finally:
@@ -129,12 +129,12 @@ def require_replaceable(destination: Path, sources: Collection[Path]) -> None:
         return
     for source in (source.resolve() for source in sources):
         if source.is_relative_to(place) or place.is_relative_to(source):
-            why = f"{destination} cannot be replaced: what is converted is read from {source}."
-            raise InputError(why, "Name another destination.")
+            reason = f"{destination} cannot be replaced: what is converted is read from {source}."
+            raise InputError(reason, "Name another destination.")
     if not any(any(place.glob(pattern)) for pattern in MODEL_FILES):
-        held = ", ".join(sorted(entry.name for entry in place.iterdir())[:3])
-        why = f"{destination} holds no model but other files ({held}): --force does not replace them."
-        raise InputError(why, "Name another destination, or remove them yourself.")
+        entries = ", ".join(sorted(entry.name for entry in place.iterdir())[:3])
+        reason = f"{destination} holds no model but other files ({entries}): --force does not replace them."
+        raise InputError(reason, "Name another destination, or remove them yourself.")
 
 
 def any_content(directory: Path) -> bool:

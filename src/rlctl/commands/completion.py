@@ -49,8 +49,8 @@ def gpus(incomplete: str) -> list[str]:
 
 def gym_tasks() -> list[str]:
     """Return the tasks of reasoning-gym, read from its source files, because importing it takes seconds."""
-    found = importlib.util.find_spec("reasoning_gym")
-    places = (found.submodule_search_locations or []) if found else []
+    spec = importlib.util.find_spec("reasoning_gym")
+    places = (spec.submodule_search_locations or []) if spec else []
     texts = (path.read_text(errors="replace") for place in places for path in Path(place).rglob("*.py"))
     constants: list[str] = []
     for text in texts:

@@ -89,11 +89,13 @@ def json_schema(method: str | None = None) -> dict[str, Any]:
     defs = schema["$defs"]
     for other in others:
         schema["properties"] = other["properties"] | schema["properties"]
-        for name, own in other["$defs"].items():
-            defs.setdefault(name, own)
+        for name, definition in other["$defs"].items():
+            defs.setdefault(name, definition)
         for name, reference in other["properties"].items():
-            own, shared = (defs[one["$ref"].split("/")[-1]] for one in (reference, schema["properties"][name]))
-            shared["properties"] = own.get("properties", {}) | shared.get("properties", {})
+            definition, shared = (
+                defs[definition["$ref"].split("/")[-1]] for definition in (reference, schema["properties"][name])
+            )
+            shared["properties"] = definition.get("properties", {}) | shared.get("properties", {})
     for name in TARGETS:
         if name in schema["properties"]:
             section = defs[schema["properties"][name]["$ref"].split("/")[-1]]
@@ -191,21 +193,21 @@ def import_(
     from rlctl.errors import ConfigError
     from rlctl.methods.configuration import registry, resolve
 
-    known = registry()
-    values, importer = read_file(file, "recipe", known)
+    importers = registry()
+    values, importer = read_file(file, "recipe", importers)
     if importer is None and not values:
         raise ConfigError(f"{file} is empty: it holds no keys.", f"Name a recipe of {' or '.join(trainers())}.")
-    if importer is None and is_own(values, known.schema):
+    if importer is None and is_own(values, importers.schema):
         raise ConfigError(f"{file} is not a recipe but rlctl YAML.", "Pass it to --config unchanged.")
     if importer is None:
-        own = {*known.schema.sections, *PRESET_KEYS}
-        others = [str(key) for key in values if str(key).partition(".")[0] not in own]
+        sections = {*importers.schema.sections, *PRESET_KEYS}
+        others = [str(key) for key in values if str(key).partition(".")[0] not in sections]
         raise ConfigError(
             f"{file} is neither a recipe of {' or '.join(trainers())} nor rlctl's YAML: rlctl has no section "
             f"{listed(others)}.",
             "docs/coming_from.md maps keys of other trainers to rlctl's.",
         )
-    recipe = importer.read(file, (), None).without_invalid(known.config_class)
+    recipe = importer.read(file, (), None).without_invalid(importers.config_class)
     resolved = resolve(files=[file], environment={})
     if json_:
         entries = [{name: vars(entry)[name] for name in ("key", "value", "status", "note")} for entry in recipe.entries]
@@ -218,8 +220,8 @@ def import_(
     idle = _without_effect(resolved.config)
     chosen = {key: value for key, value in resolved.leaves() if resolved.origin[key] != "default" and key not in idle}
     output.show(origin_yaml(chosen, {key: recipe.source[key] for key in chosen if key in recipe.source}))
-    for key, why in idle.items():
-        output.show(f"# {key}: {inline_yaml(recipe.values[key])} ({recipe.source[key]}) has no effect: {why}")
+    for key, reason in idle.items():
+        output.show(f"# {key}: {inline_yaml(recipe.values[key])} ({recipe.source[key]}) has no effect: {reason}")
     for line in report_lines(recipe, sys.stderr):
         message(line)
 
@@ -249,18 +251,18 @@ def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = Fa
     for status, (heading, color) in HEADINGS.items():
         entries = sorted(recipe.of(status), key=lambda entry: entry.key.partition(".")[0])
         # The sentence on an unsupported recipe covers all but unknown keys.
-        told = recipe.foreign is not None and status != "not known"
-        if not entries or ((told or status in REST) and not everything):
+        by_status = recipe.foreign is not None and status != "not known"
+        if not entries or ((by_status or status in REST) and not everything):
             continue
         if recipe.foreign is not None and status == "not yet":
             heading = "rlctl cannot run this yet:"
         yield colored(heading, color, stream) if color else heading
         parts = [[entry] for entry in entries] if everything else [entries]
         lines = [line for part in parts for line, _ in grouped(part)]
-        shown = lines if everything else lines[:MOST_LINES]
-        yield from (f"  {line}" for line in shown)
-        if len(shown) < len(lines):
-            yield f"  and {len(lines) - len(shown):,} more lines, which --all shows"
+        visible = lines if everything else lines[:MOST_LINES]
+        yield from (f"  {line}" for line in visible)
+        if len(visible) < len(lines):
+            yield f"  and {len(lines) - len(visible):,} more lines, which --all shows"
     yield from (f"note: {line}" for line in recipe.notes)
     if not everything:
         yield "--all reports every key."
@@ -274,8 +276,8 @@ def _without_effect(config: RlctlConfig) -> dict[str, str]:
     from rlctl.preparation.prepare import idle_fields
 
     name = config.model.name or ""
-    known = user_path(name).joinpath("config.json").is_file() or lookup_entry(name)
-    return idle_fields(config, published_facts(config.model, engines_alone=True)) if known else {}
+    is_model = user_path(name).joinpath("config.json").is_file() or lookup_entry(name)
+    return idle_fields(config, published_facts(config.model, engines_alone=True)) if is_model else {}
 
 
 def key_lines(
@@ -289,7 +291,9 @@ def key_lines(
     from rlctl.config.schema import section_of
     from rlctl.methods.configuration import schema as whole_schema
 
-    for key, field in {key: field for one in reversed(sections) for key, field in one.model_fields.items()}.items():
+    for key, field in {
+        key: field for section in reversed(sections) for key, field in section.model_fields.items()
+    }.items():
         inner = section_of(field.annotation)
         if inner is not None:
             yield f"{indent}{key}:  # {inner.__doc__}"

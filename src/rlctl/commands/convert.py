@@ -91,16 +91,16 @@ def hf_to_megatron(
     from rlctl.checkpoints.hf.hf_model import open_hf_model
     from rlctl.preparation.open_model import find_model
 
-    found = find_model(source, revision, trust_remote_code=trust_remote_code, tell=message)
-    if found.note:
-        message(found.note)
+    model = find_model(source, revision, trust_remote_code=trust_remote_code, tell=message)
+    if model.note:
+        message(model.note)
     if destination is None:
-        precision: str = dtype or open_hf_model(found.directory).dtype
+        precision: str = dtype or open_hf_model(model.directory).dtype
         dtype = cast(Any, precision)
-        destination, reuse = conversion_directory(found.directory, precision), not force
+        destination, reuse = conversion_directory(model.directory, precision), not force
         message(f"writing to {destination}, where runs that compute in {precision} look for it")
     with _settings(json_, dtype=dtype, verify=not no_verify, force=force, reuse=reuse) as settings:
-        report = conversion.hf_to_megatron(found.directory, destination, settings)
+        report = conversion.hf_to_megatron(model.directory, destination, settings)
     _print(report, json_)
 
 
@@ -140,10 +140,10 @@ def _with_text_part(name: str, revision: str | None = None) -> Path:
     from rlctl.checkpoints.hf.text_config import has_text_part
     from rlctl.checkpoints.model_source import resolve_model
 
-    found = resolve_model(name, revision, tell=message)
-    if found.megatron is not None or not has_text_part(found.directory):
+    model = resolve_model(name, revision, tell=message)
+    if model.megatron is not None or not has_text_part(model.directory):
         raise InputError(f"{name} is not a multimodal model.", "A text model needs no extraction; use it directly.")
-    return found.directory
+    return model.directory
 
 
 def _refuse_for_directory(source: str, flag: str | None) -> None:
@@ -231,28 +231,30 @@ def inspect(
     """Describe a checkpoint: format, family, size, and problems."""
     from rlctl.checkpoints.inspection import inspect as look
 
-    found = look(path)
+    inspection = look(path)
     if json_:
-        print_json(asdict(found))
+        print_json(asdict(inspection))
         return
-    agnostic = "loads under any parallel sizes" if found.parallelism_agnostic else "tied to its parallel sizes"
-    output.show(f"format      {found.format} ({agnostic})")
-    output.show(f"family      {found.family or 'unknown'}")
-    if found.text_part:
-        output.show(f"text part   {found.text_part}; `rlctl convert text-part` extracts it")
-    if found.adapters:
+    agnostic = "loads under any parallel sizes" if inspection.parallelism_agnostic else "tied to its parallel sizes"
+    output.show(f"format      {inspection.format} ({agnostic})")
+    output.show(f"family      {inspection.family or 'unknown'}")
+    if inspection.text_part:
+        output.show(f"text part   {inspection.text_part}; `rlctl convert text-part` extracts it")
+    if inspection.adapters:
         output.show("holds       adapters (training.lora); megatron-to-hf merges them or writes them for PEFT")
-    output.show(f"parameters  {found.parameters:,} in {found.dtype or 'unknown'} ({found.bytes / 1e9:.2f} GB)")
-    output.show(f"iteration   {'none (converted)' if found.iteration is None else found.iteration}")
-    output.show(f"optimizer   {'present' if found.optimizer else 'none'}")
-    for problem in found.problems:
+    output.show(
+        f"parameters  {inspection.parameters:,} in {inspection.dtype or 'unknown'} ({inspection.bytes / 1e9:.2f} GB)"
+    )
+    output.show(f"iteration   {'none (converted)' if inspection.iteration is None else inspection.iteration}")
+    output.show(f"optimizer   {'present' if inspection.optimizer else 'none'}")
+    for problem in inspection.problems:
         output.show(f"problem     {problem}")
 
 
 def parse_size(text: str) -> int:
     """Parse `5GB`, `500MiB` or a plain number into bytes."""
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]I?)?B?", text.strip().upper())
-    size = int(float(found[1]) * UNITS[found[2] or ""]) if found else 0
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]I?)?B?", text.strip().upper())
+    size = int(float(match[1]) * UNITS[match[2] or ""]) if match else 0
     if size <= 0:
         raise InputError(f"--shard-size {text}: expected a size such as 5GB or 500MB.")
     return size
@@ -269,9 +271,9 @@ def _settings(json_: bool, **chosen: Any) -> Iterator[Options]:
 
 def _print(report: Report, json_: bool, address: str | None = None) -> None:
     if report.nans:
-        held = "1 tensor holds" if len(report.nans) == 1 else f"{len(report.nans):,} tensors hold"
-        found = colored(f"{held} NaNs", "warn", sys.stderr)
-        message(f"{found}, which were kept: {', '.join(report.nans[:8])}")
+        subject = "1 tensor holds" if len(report.nans) == 1 else f"{len(report.nans):,} tensors hold"
+        warning = colored(f"{subject} NaNs", "warn", sys.stderr)
+        message(f"{warning}, which were kept: {', '.join(report.nans[:8])}")
     if json_:
         print_json(asdict(report) | ({"hub": address} if address else {}))
         return

@@ -104,15 +104,15 @@ def evaluate(
     from rlctl.rewards.statistics import default_ks
 
     def resolved(name: str | None) -> Resolved:
-        found = options.resolve_config(**context.params | {"run_dir": None, "model": name})
-        refuse_training_keys(found, "an evaluation", "data.name", "data.size", "data.shuffle")
-        return found
+        candidate = options.resolve_config(**context.params | {"run_dir": None, "model": name})
+        refuse_training_keys(candidate, "an evaluation", "data.name", "data.size", "data.shuffle")
+        return candidate
 
     refuse_idle_reward(reward or [], task or [])
     values = {"model": iter(model or ()), "run_dir": map(Path, run_dir or ())}
-    given = [next(values[name]) for name in context.meta[GIVEN] if name in values]
-    found = candidates(given, step or [], resolved, n)
-    job = evaluation(found, task or [], n, k or default_ks(n), limit)
+    step_options = [next(values[name]) for name in context.meta[GIVEN] if name in values]
+    models = candidates(step_options, step or [], resolved, n)
+    job = evaluation(models, task or [], n, k or default_ks(n), limit)
     if dry_run:
         if output is not None:
             from rlctl.runs.evaluation_file import require_place
@@ -128,7 +128,10 @@ def show_plans(job: Evaluation, json_: bool, explain: bool) -> None:
     from rlctl.jobs.dry_run import dry_generate
 
     prompts = sum(len(task.rows) for task in job.tasks)
-    plans = {one.label: dry_generate(one.resolved, job.samples, one.checkpoint, prompts) for one in job.candidates}
+    plans = {
+        candidate.label: dry_generate(candidate.resolved, job.samples, candidate.checkpoint, prompts)
+        for candidate in job.candidates
+    }
     if json_:
         print_json({"models": [{"model": label, **plan.to_json()} for label, plan in plans.items()]})
         return
@@ -158,11 +161,11 @@ def table(results: list[Result]) -> str:
     """Return the metrics by task, one column per model, followed by each model's difference from the first."""
     blocks = []
     for task in dict.fromkeys(result.task for result in results):
-        found = [result for result in results if result.task == task]
-        first, *others = found
-        names = list(dict.fromkeys(name for result in found for name in result.metrics))
-        rows = [["", *(result.model for result in found)]]
-        rows += [[name, *(_shown(result, name) for result in found)] for name in names]
+        task_results = [result for result in results if result.task == task]
+        first, *others = task_results
+        names = list(dict.fromkeys(name for result in task_results for name in result.metrics))
+        rows = [["", *(result.model for result in task_results)]]
+        rows += [[name, *(_shown(result, name) for result in task_results)] for name in names]
         per_prompt = first.samples // first.prompts
         head = f"{task}: {first.prompts} prompts x {per_prompt} sample{'s' * (per_prompt > 1)}"
         blocks.append("\n".join([head, *_aligned(rows), *(_compared(first, other) for other in others)]))
@@ -170,10 +173,10 @@ def table(results: list[Result]) -> str:
 
 
 def _shown(result: Result, name: str) -> str:
-    found = result.metrics.get(name)
-    if found is None:
+    metric = result.metrics.get(name)
+    if metric is None:
         return "-"
-    return f"{found.value:.4f}" + (f" ± {found.stderr:.4f}" if found.stderr is not None else "")
+    return f"{metric.value:.4f}" + (f" ± {metric.stderr:.4f}" if metric.stderr is not None else "")
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
@@ -191,7 +194,7 @@ def _compared(first: Result, other: Result) -> str:
     from rlctl.rewards.statistics import paired_difference
 
     name = next(iter(first.metrics))
-    found = paired_difference(first.metrics[name], other.metrics[name])
-    error = f" ± {found.stderr:.4f}" if found.stderr is not None else ""
-    verdict = "more than noise" if found.beyond_noise else "not more than noise"
-    return f"  {other.model} - {first.model}: {name} {found.value:+.4f}{error}, p = {found.p:.2g}: {verdict}"
+    difference = paired_difference(first.metrics[name], other.metrics[name])
+    error = f" ± {difference.stderr:.4f}" if difference.stderr is not None else ""
+    verdict = "more than noise" if difference.beyond_noise else "not more than noise"
+    return f"  {other.model} - {first.model}: {name} {difference.value:+.4f}{error}, p = {difference.p:.2g}: {verdict}"

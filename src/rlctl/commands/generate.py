@@ -90,7 +90,7 @@ def generate(
         sample(resolved, checkpoint, rows, n, json_)
 
 
-def model_or_checkpoint(context: typer.Context, what: str, *unread: str) -> tuple[Resolved, Checkpoint | None]:
+def model_or_checkpoint(context: typer.Context, command: str, *unread: str) -> tuple[Resolved, Checkpoint | None]:
     """Return the configuration and, with --run-dir, the checkpoint. Raises InputError for keys without effect."""
     run_dir, step = context.params["run_dir"], context.params["step"]
     if step is not None and run_dir is None:
@@ -98,16 +98,16 @@ def model_or_checkpoint(context: typer.Context, what: str, *unread: str) -> tupl
     from rlctl.jobs.generate import of_run
 
     resolved = options.resolve_config(**context.params | {"run_dir": None})
-    refuse_training_keys(resolved, what, *unread)
+    refuse_training_keys(resolved, command, *unread)
     return (resolved, None) if run_dir is None else of_run(Path(run_dir), step, resolved)
 
 
-def refuse_training_keys(resolved: Resolved, what: str, *unread: str) -> None:
+def refuse_training_keys(resolved: Resolved, command: str, *unread: str) -> None:
     """Raise InputError for --set of a key that only training reads, or that starts with one of `unread`. `what` names
     the command's output. Presets and files may have such keys, because commands share them."""
     for key, value in resolved.leaves():
         if resolved.origin[key] == "--set" and key.startswith(TRAINING_KEYS + unread):
-            raise InputError(f"--set {key}={value} has no effect on {what}.", "Leave it out.")
+            raise InputError(f"--set {key}={value} has no effect on {command}.", "Leave it out.")
 
 
 def sample(resolved: Resolved, checkpoint: Checkpoint | None, rows: list[PromptRow], n: int, json_: bool) -> None:

@@ -55,8 +55,8 @@ def show(text: str) -> None:
         raise SystemExit(1) from None
     except (OSError, ValueError) as error:
         discard(sys.stdout)
-        why = getattr(error, "strerror", None) or error
-        raise RlctlError(f"the output cannot be written to stdout: {why}.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise RlctlError(f"the output cannot be written to stdout: {reason}.") from error
 
 
 def show_dry_run(report: DryRun, json_: bool, explain: bool) -> None:

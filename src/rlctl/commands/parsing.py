@@ -91,12 +91,12 @@ class Command(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, and the options grouped by task."""
-        found = [(param, record) for param in self.get_params(ctx) if (record := help_record(param, ctx))]
+        rows = [(param, record) for param in self.get_params(ctx) if (record := help_record(param, ctx))]
         headings = {name: heading for heading, names in PANELS.items() for name in names}
-        if len(found) < LONG:
+        if len(rows) < LONG:
             headings = {}
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{heading: [] for heading in PANELS}}
-        for param, record in found:
+        for param, record in rows:
             rest = "Other options" if headings else "Options"
             heading = "Arguments" if param.param_type_name == "argument" else headings.get(param.name, rest)
             sections.setdefault(heading, []).append(record)
@@ -118,12 +118,14 @@ class Command(TyperCommand):
             f"{word}={LORA_RANK}" if word in alone and not after.lstrip("-").isdecimal() else word
             for word, after in pairs
         ]
-        _, _, given = self.make_parser(ctx).parse_args(args=list(filled))
-        ctx.meta[GIVEN] = [param.name for param in given]
-        for param in given:
-            named = [[one for one in names if one in filled] for names in (param.opts, param.secondary_opts)]
-            if all(named) and given.count(param) > 1:
-                (first, *_), (other, *_) = named
+        _, _, order = self.make_parser(ctx).parse_args(args=list(filled))
+        ctx.meta[GIVEN] = [param.name for param in order]
+        for param in order:
+            spellings = [
+                [spelling for spelling in names if spelling in filled] for names in (param.opts, param.secondary_opts)
+            ]
+            if all(spellings) and order.count(param) > 1:
+                (first, *_), (other, *_) = spellings
                 raise InputError(f"{first} and {other} contradict each other.", "Give one of them.")
         return super().parse_args(ctx, filled)
 
@@ -140,15 +142,15 @@ SEVERAL = ("--compare",)
 
 def several(args: list[str]) -> list[str]:
     """Return a command line in which an option of `SEVERAL` is repeated for each of its words."""
-    found: list[str] = []
+    notes: list[str] = []
     repeated = None
     for word, before in zip(args, ["", *args], strict=False):
         if word.startswith("-"):
             repeated = word if word in SEVERAL else None
         elif repeated is not None and before != repeated:
-            found.append(repeated)
-        found.append(word)
-    return found
+            notes.append(repeated)
+        notes.append(word)
+    return notes
 
 
 def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:
@@ -183,16 +185,16 @@ class CommandGroup(TyperGroup):
         """Return the command that `name` probably means; an algorithm name means `train grpo --algorithm`."""
         from rlctl.methods.available import ALGORITHMS
 
-        found: dict[str, Any] = {own: self.get_command(ctx, own) for own in self.list_commands(ctx)}
-        takes = [own for own, command in found.items() if "--algorithm" in _flags(command)]
+        commands: dict[str, Any] = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        takes = [name for name, command in commands.items() if "--algorithm" in _flags(command)]
         if ctx.parent is not None and name in ALGORITHMS and takes:
             return f"{takes[0]} --algorithm {name}"
-        return next(iter(difflib.get_close_matches(name, found, 1)), None)
+        return next(iter(difflib.get_close_matches(name, commands, 1)), None)
 
     def there_are(self, ctx: Any) -> str:
         """Return the subcommands with their summaries, one per line."""
-        found: dict[str, Any] = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        commands = [(name, command.get_short_help_str(160)) for name, command in found.items()]
+        subcommands: dict[str, Any] = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        commands = [(name, command.get_short_help_str(160)) for name, command in subcommands.items()]
         width = max(len(name) for name, _ in commands)
         return "\n".join(["There are:", *(f"    {name:<{width}}  {text}" for name, text in commands)])
 
@@ -223,8 +225,8 @@ def explained(error: Any) -> InputError:
     if type(error).__name__ == "MissingParameter" and error.param is not None:
         # Arguments are filled in order: all after the first missing one are missing too.
         after = command.params[command.params.index(error.param) :]
-        needed = [one for one in after if one.required and one.param_type_name == error.param.param_type_name]
-        missing = " and ".join((one.metavar or one.human_readable_name.upper()).strip("{}[]") for one in needed)
+        needed = [param for param in after if param.required and param.param_type_name == error.param.param_type_name]
+        missing = " and ".join((param.metavar or param.human_readable_name.upper()).strip("{}[]") for param in needed)
         return InputError(f"`{path}` needs {missing}.", " ".join(context.get_usage().split()))
     if error.message == "Missing command." and isinstance(command, CommandGroup):
         return InputError(f"`{path}` needs a command.", command.there_are(context))
@@ -232,7 +234,7 @@ def explained(error: Any) -> InputError:
 
 
 def _meant(option: str, path: str, command: Any) -> str | None:
-    own = [name for param in command.params for name in (*param.opts, *param.secondary_opts)]
+    options = [name for param in command.params for name in (*param.opts, *param.secondary_opts)]
     if any(option in param.opts for param in everywhere()):
         return f"Give it after the whole command: `{path} ... {option}`."
     for name, sub in getattr(command, "commands", {}).items():
@@ -240,7 +242,7 @@ def _meant(option: str, path: str, command: Any) -> str | None:
             return f"Give it to the command: `{path} {name} {option} ...`."
     if option in SIMILAR:
         return SIMILAR[option]
-    names = {name: name for name in own if name.startswith("--")}
+    names = {name: name for name in options if name.startswith("--")}
     names |= {alias: ours for alias, ours in ALIASES.items() if ours in names}
     if near := difflib.get_close_matches(option, names, 1, 0.75):
         return f"Did you mean {names[near[0]]}?"

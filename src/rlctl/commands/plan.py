@@ -91,8 +91,8 @@ def plan(
 
     def resolved_with(extra: list[str], over: str | None = None, files: list[str] | None = None) -> Resolved:
         pins, paths = [*(set_ or []), *extra], [*(config or []), *(files or [])]
-        given: dict[str, Any] = {"preset": over or preset, "config": paths, "set_": pins}
-        return options.resolve_config(**context.params | given)
+        params: dict[str, Any] = {"preset": over or preset, "config": paths, "set_": pins}
+        return options.resolve_config(**context.params | params)
 
     if compare:
         from rlctl.preparation.prepare import shown_plan
@@ -114,9 +114,9 @@ def plan(
     show_plan(resolved_with([]), explain, top or ALTERNATIVES, json_)
 
 
-def refuse_with(reason: str, given: list[str]) -> None:
+def refuse_with(reason: str, flags: list[str]) -> None:
     """Raise InputError naming the flag of the first parameter in `given`, if any."""
-    for name in given:
+    for name in flags:
         flag = "KEY=VALUE" if name == "overrides" else options.flag(name) if name in options.FLAGS else f"--{name}"
         raise InputError(f"{reason}; {flag} would do nothing.", "Leave one of them out.")
 
@@ -127,9 +127,9 @@ def refuse_replaced(variant: str, resolved: Resolved) -> None:
 
     values = dict(resolved.leaves())
     for pin in variant.split(",") if "=" in variant else ():
-        key, _, asked = pin.partition("=")
+        key, _, pinned = pin.partition("=")
         value = values.get(key)
-        if key in values and value != yaml.safe_load(asked):
+        if key in values and value != yaml.safe_load(pinned):
             raise InputError(
                 f"--compare {variant}: another argument sets {key} to {value}.",
                 f"Remove the other {key}, so that each variant has its own.",
@@ -228,8 +228,8 @@ def show_run(run: Path, json_: bool) -> None:
         listed = {"phases": (rows, "phase"), "memory_gib": (memory, "process")}
         values = {
             key: [{"predicted": row.predicted, "measured": row.measured, "suspect": row.suspect, name: row.name,
-                   "ratio": row.ratio} for row in found]
-            for key, (found, name) in listed.items()
+                   "ratio": row.ratio} for row in measured]
+            for key, (measured, name) in listed.items()
         }  # fmt: skip
         print_json({"run": str(run)} | values)
         return
@@ -247,8 +247,8 @@ def show_calibration(run: Path, json_: bool) -> None:
         print_json({"run": str(run), "file": str(path), "factors": factors})
         return
     output.show(f"{run}\n{comparison_text(rows, 'phase', 's')}")
-    shown = ", ".join(f"{phase} x {factor:.2f}" for phase, factor in factors.items())
-    output.show(f"Plans for this machine are scaled from now on: {shown} ({path})")
+    listing = ", ".join(f"{phase} x {factor:.2f}" for phase, factor in factors.items())
+    output.show(f"Plans for this machine are scaled from now on: {listing} ({path})")
 
 
 MOST_NODES = 4
@@ -262,18 +262,20 @@ def show_table(resolved_with: Callable[[list[str]], Resolved], json_: bool) -> N
     from rlctl.preparation.prepare import ASSUMED_GPU, shown_plan
 
     once = functools.cache(message)
-    asked = cluster_from_config(resolved_with([]).config, ASSUMED_GPU)
-    if asked.is_cpu:
+    default = cluster_from_config(resolved_with([]).config, ASSUMED_GPU)
+    if default.is_cpu:
         raise InputError("--table counts GPUs, and this plan is for a CPU.", "Name a GPU: --gpu h100.")
-    sizes = [(1, 1 << power) for power in range(asked.gpus_per_node.bit_length()) if 1 << power < asked.gpus_per_node]
-    most = MOST_NODES * asked.nodes
-    sizes += [(1 << power, asked.gpus_per_node) for power in range(most.bit_length()) if 1 << power <= most]
-    sizes = sorted({*sizes, (asked.nodes, asked.gpus_per_node)}, key=lambda size: size[0] * size[1])
+    sizes = [
+        (1, 1 << power) for power in range(default.gpus_per_node.bit_length()) if 1 << power < default.gpus_per_node
+    ]
+    most = MOST_NODES * default.nodes
+    sizes += [(1 << power, default.gpus_per_node) for power in range(most.bit_length()) if 1 << power <= most]
+    sizes = sorted({*sizes, (default.nodes, default.gpus_per_node)}, key=lambda size: size[0] * size[1])
     rows, errors = [], list[RlctlError]()
     for nodes, gpus in sizes:
-        given = [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={gpus}"]
+        overrides = [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={gpus}"]
         try:
-            rows.append(machine_row(nodes, gpus, shown_plan(resolved_with(given), 1, once)))
+            rows.append(machine_row(nodes, gpus, shown_plan(resolved_with(overrides), 1, once)))
         except RlctlError as error:
             errors.append(error)
             rows.append(machine_row(nodes, gpus, error.message))

@@ -32,12 +32,12 @@ def list_presets(json_: options.Json = False) -> None:
     """List the presets and their purposes."""
     from rlctl.config.presets import preset_names, read_preset
 
-    found = {name: read_preset(name).description for name in preset_names()}
+    presets = {name: read_preset(name).description for name in preset_names()}
     if json_:
-        print_json({"presets": [{"name": name, "description": text} for name, text in found.items()]})
+        print_json({"presets": [{"name": name, "description": text} for name, text in presets.items()]})
         return
-    width = max(map(len, found))
-    for name, text in found.items():
+    width = max(map(len, presets))
+    for name, text in presets.items():
         output.show(f"{name:{width}}  {text}")
 
 

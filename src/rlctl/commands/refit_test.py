@@ -77,8 +77,8 @@ def refit_test(
 
         loader = "--receive loader" if receive == "loader" else None
         if other := next(filter(None, ("--dry-run" if dry_run else None, model and f"--model {model}", loader)), None):
-            why = f"--synthetic {synthetic} uses neither a model nor a plan nor an engine: {other} would do nothing."
-            raise InputError(why, "Leave one of them out.")
+            reason = f"--synthetic {synthetic} uses neither a model nor a plan nor an engine: {other} would do nothing."
+            raise InputError(reason, "Leave one of them out.")
         _show(run_synthetic(SyntheticJob(resolved.config, synthetic, repeat), message), json_, explain)
     elif dry_run:
         from rlctl.jobs.dry_run import dry_refit_test
@@ -98,44 +98,47 @@ def _show(test: RefitTestReport, json_: bool, explain: bool) -> None:
 
 def text_of(test: RefitTestReport, explain: bool = False) -> list[str]:
     """Return the result as lines; with `explain` one line per tensor."""
-    found = test.to_json()
+    report = test.to_json()
     lines = [
-        f"refit of {found['model']}: {found['tensors']} tensors, {found['payload_bytes'] / 1e6:.0f} MB, "
-        f"{found['mover']}, {found['receive']} path",
+        f"refit of {report['model']}: {report['tensors']} tensors, {report['payload_bytes'] / 1e6:.0f} MB, "
+        f"{report['mover']}, {report['receive']} path",
         "",
         f"{'phase':<14}{'first':>10}{'warm':>10}",
     ]
-    for phase, value in found["seconds"].items():
-        lines.append(f"{phase:<14}{found['seconds_first'].get(phase, 0.0):>9.3f}s{value:>9.3f}s")
-    share = found["fraction_of_limit"]
+    for phase, value in report["seconds"].items():
+        lines.append(f"{phase:<14}{report['seconds_first'].get(phase, 0.0):>9.3f}s{value:>9.3f}s")
+    share = report["fraction_of_limit"]
     lines += [
         "",
-        f"{found['gb_per_s']:.2f} GB/s, {share:.0%} of copying within memory ({found['limit_gb_per_s']:.1f} GB/s); "
-        f"staging memory {found['staging_peak_bytes'] / 1e6:.0f} MB; comparing every tensor took "
-        f"{found['verify_seconds']:.2f} s",
+        f"{report['gb_per_s']:.2f} GB/s, {share:.0%} of copying within memory ({report['limit_gb_per_s']:.1f} GB/s); "
+        f"staging memory {report['staging_peak_bytes'] / 1e6:.0f} MB; comparing every tensor took "
+        f"{report['verify_seconds']:.2f} s",
         "",
     ]
-    if found["sparse"]:
-        lines.insert(-1, f"sent in the last refit: {found['sent_bytes'] / 1e6:.1f} MB; {found['sparse']}")
+    if report["sparse"]:
+        lines.insert(-1, f"sent in the last refit: {report['sent_bytes'] / 1e6:.1f} MB; {report['sparse']}")
     if not test.synthetic:
         lines.insert(
             -1,
-            f"log-probs, engine against policy: mean {found['logprobs']['mean_abs']:.1e}, max "
-            f"{found['logprobs']['max_abs']:.1e}, KL {found['logprobs']['kl']:.1e} "
-            f"(with the weights changed and not yet transferred: max {found['logprobs_before']['max_abs']:.1e})",
+            f"log-probs, engine against policy: mean {report['logprobs']['mean_abs']:.1e}, max "
+            f"{report['logprobs']['max_abs']:.1e}, KL {report['logprobs']['kl']:.1e} "
+            f"(with the weights changed and not yet transferred: max {report['logprobs_before']['max_abs']:.1e})",
         )
     lines += [str(share) for share in test.reports[-1].shares]
     if explain:
-        lines += [f"  {one['name']}: {one['path']}, {one['reason']}" for one in test.tensor_paths]
+        lines += [
+            f"  {tensor_path['name']}: {tensor_path['path']}, {tensor_path['reason']}"
+            for tensor_path in test.tensor_paths
+        ]
     if test.synthetic:
         lines.append("reduced width, no engine: every tensor compared, nothing generated")
     left_out = colored("not compared", "warn", sys.stdout)
-    lines += [f"{left_out}: {name}: {why}" for name, why in test.unread[:NAMED]]
+    lines += [f"{left_out}: {name}: {reason}" for name, reason in test.unread[:NAMED]]
     if len(test.unread) > NAMED:
         lines.append(f"{left_out}: {len(test.unread) - NAMED} more (--json names them)")
     if test.quantized:
         lines.append("the engine's weights are quantized: log-probs must be closer than with the previous weights")
-    equal = "every tensor equal" if not test.unread else f"{found['tensors']} tensors equal, the others not compared"
+    equal = "every tensor equal" if not test.unread else f"{report['tensors']} tensors equal, the others not compared"
     wrong = colored("WRONG", "fail", sys.stdout)
     lines += [f"{wrong}  {problem}" for problem in test.problems] or [colored(equal, "ok", sys.stdout)]
     return lines

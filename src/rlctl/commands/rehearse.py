@@ -52,10 +52,10 @@ def rehearse(
     from rlctl.rehearsal.rehearse import rehearse as rehearsed
 
     Process.reads_tokenizers_alone = OwnProcess.is_one
-    found = rehearsed(resolved, message, quiet=not shows_progress(json_), keep=keep)
+    result = rehearsed(resolved, message, quiet=not shows_progress(json_), keep=keep)
     if json_:
-        print_json(found.to_json() | (error_json(found.error) if found.error else {}))
+        print_json(result.to_json() | (error_json(result.error) if result.error else {}))
     else:
-        show(found.text())
-    if found.error is not None:
-        raise found.error
+        show(result.text())
+    if result.error is not None:
+        raise result.error

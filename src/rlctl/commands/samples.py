@@ -46,12 +46,12 @@ def samples(
     from rlctl.runs.samples import kept_steps, read_samples, sample_text
 
     last = max(kept_steps(run), default=None)
-    found = read_samples(run, last if step is None and not (best or worst) else step)
-    ranked = sorted(found, key=lambda sample: -(sample.get("reward") or 0.0))
-    shown: list[dict[str, Any]] = [*(ranked[:n] if best else ()), *(ranked[-n:] if worst else ())]
-    shown = shown if best or worst else found[:n]
+    stored = read_samples(run, last if step is None and not (best or worst) else step)
+    ranked = sorted(stored, key=lambda sample: -(sample.get("reward") or 0.0))
+    selection: list[dict[str, Any]] = [*(ranked[:n] if best else ()), *(ranked[-n:] if worst else ())]
+    selection = selection if best or worst else stored[:n]
     if json_:
-        print_json({"run": str(run), "rollouts": shown})
+        print_json({"run": str(run), "rollouts": selection})
     else:
         draws = shows_colors(sys.stdout)
-        show("\n\n".join(sample_text(sample, draws=draws) for sample in shown))
+        show("\n\n".join(sample_text(sample, draws=draws) for sample in selection))

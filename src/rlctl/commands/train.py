@@ -26,8 +26,8 @@ class TrainGroup(CommandGroup):
     """`rlctl train`: one command per training method. Without a command, the recipe, preset or run sets the method."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        named = [name for name in super().list_commands(ctx) if name != NAMELESS]
-        return [*named, *(name for name in _methods() if name not in named), NAMELESS]
+        names = [name for name in super().list_commands(ctx) if name != NAMELESS]
+        return [*names, *(name for name in _methods() if name not in names), NAMELESS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
@@ -97,14 +97,14 @@ def _methods() -> dict[str, type[Method]]:
 @functools.cache
 def _command(name: str) -> Any:
     method = _methods()[name]
-    one = App()
+    app = App()
 
-    @one.command(name, help=method.__doc__, epilog=examples(*method.examples))
+    @app.command(name, help=method.__doc__, epilog=examples(*method.examples))
     @options.taking(" ".join((TEXT_FLAGS, method.flags, *options.declare(method.Config))))
     def train_method(context: typer.Context, json_: options.Json = False) -> None:
         _train(name, context)
 
-    command: Any = typer.main.get_command(one)
+    command: Any = typer.main.get_command(app)
     command.name = name
     command.method = name
     return command

@@ -26,7 +26,7 @@ KEPT, KEPT_S = "kept", 86400.0
 """The file that marks a folder whose logs somebody may want to read, and how long it stays at least."""
 
 
-def read_text(path: Path, what: str, most_bytes: int = TEXT_LIMIT_BYTES) -> str:
+def read_text(path: Path, description: str, most_bytes: int = TEXT_LIMIT_BYTES) -> str:
     """Return a file's text; `what` names it in errors. Raises ConfigError if unreadable, over `most_bytes`, or not
     UTF-8."""
     try:
@@ -39,7 +39,7 @@ def read_text(path: Path, what: str, most_bytes: int = TEXT_LIMIT_BYTES) -> str:
         problem = error.strerror or str(error)
     except UnicodeDecodeError:
         problem = "it is not a UTF-8 text"
-    raise ConfigError(f"{what} {path} cannot be read: {problem}.")
+    raise ConfigError(f"{description} {path} cannot be read: {problem}.")
 
 
 def flush(directory: Path) -> None:
@@ -112,13 +112,13 @@ def held_folder(name: str, base: Path, remove: Callable[[Path], object] = _remov
 
 def abandoned(name: str, base: Path) -> list[Path]:
     """Return this user's folders of a name whose holder is gone, but for those that are still to be kept."""
-    found = []
+    files = []
     for lock in base.glob(f"rlctl-{name}*/{LOCK}"):
         with contextlib.suppress(OSError), lock.open() as stream:
             kept = (lock.parent / KEPT).exists() and time.time() - lock.parent.stat().st_mtime < KEPT_S
             if lock.stat().st_uid == os.getuid() and not kept and lock_file(stream):
-                found.append(lock.parent)
-    return found
+                files.append(lock.parent)
+    return files
 
 
 @contextlib.contextmanager
@@ -144,5 +144,5 @@ def user_path(name: str | os.PathLike[str]) -> Path:
 
 def cache_directory() -> Path:
     """Return rlctl's own cache: RLCTL_CACHE_DIR, else `rlctl` in XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get("RLCTL_CACHE_DIR")
-    return user_path(own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rlctl")
+    configured = os.environ.get("RLCTL_CACHE_DIR")
+    return user_path(configured or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rlctl")

@@ -98,11 +98,11 @@ class Module:
 
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in distributions:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 @functools.cache
@@ -137,8 +137,8 @@ def version(package: str) -> str | None:
 def fields_of(module: str, name: str) -> dict[str, InstalledField] | None:
     """Return the fields of dataclass `name`, base classes first; None if not installed."""
     source = find_module(module)
-    found = _class(source, name) if source is not None else None
-    return None if found is None else dict(_class_fields(*found))
+    definition = _class(source, name) if source is not None else None
+    return None if definition is None else dict(_class_fields(*definition))
 
 
 @functools.cache
@@ -161,8 +161,8 @@ def find_module(name: str) -> Module | None:
 
 def _class_fields(module: Module, node: ast.ClassDef) -> Iterator[tuple[str, InstalledField]]:
     for base in node.bases:
-        if isinstance(base, ast.Name) and (found := _class(module, base.id)) is not None:
-            yield from _class_fields(*found)
+        if isinstance(base, ast.Name) and (base_class := _class(module, base.id)) is not None:
+            yield from _class_fields(*base_class)
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
@@ -177,8 +177,8 @@ def _class_fields(module: Module, node: ast.ClassDef) -> Iterator[tuple[str, Ins
                 description = " ".join(text.split())
             case _:
                 description = ""
-        owner, found = _owner(default, module), _default(default, module)
-        text = None if found is None else " ".join(ast.unparse(found).split())
+        owner, base_class = _owner(default, module), _default(default, module)
+        text = None if base_class is None else " ".join(ast.unparse(base_class).split())
         narrower = None if owner is None else type_of(ast.unparse(owner[1].annotation), owner[0])
         yield name, InstalledField(name, type_of(annotation, module), text, description, narrower)
 
@@ -226,34 +226,34 @@ class Names(dict[str, Any]):
 def type_of(annotation: str, module: Module) -> Any:
     """Return the type that the text of an annotation stands for in a module."""
     try:
-        found = eval(annotation, {"__builtins__": {}}, Names(module))
+        value = eval(annotation, {"__builtins__": {}}, Names(module))
     except (TypeError, AttributeError, SyntaxError):
         return Open
-    if isinstance(found, str):  # an annotation in quotes
-        return type_of(found, module)
-    return Open if Open in typing.get_args(found) and typing.get_origin(found) not in (dict, list, tuple) else found
+    if isinstance(value, str):  # an annotation in quotes
+        return type_of(value, module)
+    return Open if Open in typing.get_args(value) and typing.get_origin(value) not in (dict, list, tuple) else value
 
 
 def _members(node: ast.ClassDef) -> list[object]:
     bases = " ".join(ast.unparse(base) for base in node.bases)
     if "Enum" not in bases:
         return []
-    found: list[object] = []
+    members: list[object] = []
     for statement in node.body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if not name.startswith("_"):
-                found.append(name)
+                members.append(name)
                 match value:
                     case ast.Constant(value=str() as word) if word.isidentifier():
-                        found.append(word)
+                        members.append(word)
                     case ast.Constant(value=int() as number) if "IntEnum" in bases:
-                        found.append(number)
-    return list(dict.fromkeys(found))
+                        members.append(number)
+    return list(dict.fromkeys(members))
 
 
 def _class(module: Module, name: str) -> tuple[Module, ast.ClassDef] | None:
-    found = _definition(module, name)
-    return found if found is not None and isinstance(found[1], ast.ClassDef) else None  # type: ignore[return-value]
+    definition = _definition(module, name)
+    return definition if definition is not None and isinstance(definition[1], ast.ClassDef) else None  # type: ignore[return-value]
 
 
 @functools.cache

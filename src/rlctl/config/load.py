@@ -69,23 +69,23 @@ class Resolved:
             return value.key not in values or (value.value not in UNDECIDED and value.origin != origin)
 
         below = Source((Value(key, value, origin) for key, value in values.items()), shared=True)
-        given = [value for value in self.given() if stays(value)]
+        kept = [value for value in self.given() if stays(value)]
         refusals = [Refusal(line, final=line in self.final) for line in self.refusals]
-        return self._again([below, Source(given, self.notes, refusals, shared=True)])
+        return self._again([below, Source(kept, self.notes, refusals, shared=True)])
 
     def with_plan(self, plan: Plan) -> Resolved:
         """Return the configuration with the plan's values, and those that plug-ins take from the plan, for unset
         keys."""
-        own = {key: mark.value(plan) for key, mark in Schema((type(self.config),)).with_mark(Decided).items()}
-        decided = {key: value for key, value in own.items() if value is not None}
+        planned = {key: mark.value(plan) for key, mark in Schema((type(self.config),)).with_mark(Decided).items()}
+        decided = {key: value for key, value in planned.items() if value is not None}
         return self.with_values({**plan.config_values(), **decided})
 
     def replacing(self, values: Mapping[str, Any], origin: str, without: Collection[str] = ()) -> Resolved:
         """Return the configuration with `values` (by dotted key) in any case, and keys of `without` unset."""
-        given = [value for value in self.given() if value.key not in values and value.key not in without]
+        kept = [value for value in self.given() if value.key not in values and value.key not in without]
         refusals = [Refusal(line, final=line in self.final) for line in self.refusals]
         new = Source((Value(key, value, origin) for key, value in values.items()), shared=True)
-        return self._again([Source(given, self.notes, refusals, shared=True), new])
+        return self._again([Source(kept, self.notes, refusals, shared=True), new])
 
     def _again(self, sources: Sequence[Source]) -> Resolved:
         return from_sources(sources, type(self.config), schema=self.schema)

@@ -91,17 +91,17 @@ class ParallelSpec:
         """Return the layers of each stage; None: `layers` do not divide, or a stage is empty. Named stages keep theirs;
         otherwise first and last are shorter."""
         ends = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers}
-        named = {stage: count for stage, count in ends.items() if count is not None}
-        if not named and layers % self.pp:
+        custom = {stage: count for stage, count in ends.items() if count is not None}
+        if not custom and layers % self.pp:
             left = layers - (self.pp - 2) * -(-layers // self.pp)
-            named = {0: -(-left // 2), self.pp - 1: left // 2}
-        left, others = layers - sum(named.values()), self.pp - len(named)
-        if left < others or min(named.values(), default=1) < 1 or (left % others if others else left):
+            custom = {0: -(-left // 2), self.pp - 1: left // 2}
+        left, others = layers - sum(custom.values()), self.pp - len(custom)
+        if left < others or min(custom.values(), default=1) < 1 or (left % others if others else left):
             return None
-        return [named.get(stage, left // max(1, others)) for stage in range(self.pp)]
+        return [custom.get(stage, left // max(1, others)) for stage in range(self.pp)]
 
     def name(self) -> str:
         """Return a short name that leaves out sizes of 1: `TP4 PP2 DP8`."""
         sizes = [(size, getattr(self, size)) for size in SIZES]
-        shown = [(size, value) for size, value in sizes if size == "dp" or value > 1]
-        return " ".join(f"{size.upper()}{value}" for size, value in shown)
+        listing = [(size, value) for size, value in sizes if size == "dp" or value > 1]
+        return " ".join(f"{size.upper()}{value}" for size, value in listing)

@@ -87,11 +87,11 @@ def passed_fields(section: str) -> dict[str, InstalledField] | None:
 
 
 def json_properties(section: str) -> dict[str, Any]:
-    found = {}
+    properties = {}
     for name, field in (passed_fields(section) or {}).items():
         schema = _adapter(annotation(field)).json_schema()
-        found[name] = schema | ({"description": field.description} if field.description else {})
-    return found
+        properties[name] = schema | ({"description": field.description} if field.description else {})
+    return properties
 
 
 def target_of(key: str) -> tuple[InstalledClass, str] | None:
@@ -115,9 +115,9 @@ def canonical(key: str, value: Any) -> tuple[str, Any]:
 
 def installed_field(key: str) -> InstalledField | None:
     """Return the installed version's field for a key; None if unknown."""
-    found = target_of(key)
-    fields = found[0].fields() if found else None
-    return fields.get(found[1]) if found and fields else None
+    target = target_of(key)
+    fields = target[0].fields() if target else None
+    return fields.get(target[1]) if target and fields else None
 
 
 def annotation(field: InstalledField) -> Any:
@@ -129,17 +129,17 @@ def checked(key: str, value: Any) -> tuple[Any, str | None]:
     """Return the field's value, and an error (None if no error is known)."""
     if key in MANAGED:
         return value, f"rlctl sets this itself: {MANAGED[key]}."
-    found = target_of(key)
-    fields = found[0].fields() if found else None
-    if found is None or fields is None:
+    engine_field = target_of(key)
+    fields = engine_field[0].fields() if engine_field else None
+    if engine_field is None or fields is None:
         return value, None
-    target, name = found
+    target, name = engine_field
     if name not in fields:
         close = [
             f"{key.partition('.')[0]}.{field}" for field in difflib.get_close_matches(name, fields, n=1, cutoff=0.6)
         ]
-        known = counterpart(key) or (close[0] if close else None)
-        meant = f"; did you mean `{known}`?" if known else "."
+        suggestion = counterpart(key) or (close[0] if close else None)
+        meant = f"; did you mean `{suggestion}`?" if suggestion else "."
         return value, f"it is not a field of {target.words()}{meant}"
     kind = annotation(fields[name])
     if kind in (Function, Function | None):
@@ -153,9 +153,9 @@ def checked(key: str, value: Any) -> tuple[Any, str | None]:
         return value, f"it takes {type_words(kind)}."
     if names := choices(key, fields[name]):
         # Megatron-Core splits a text at commas (cuda_graph_scope); vLLM takes names in any case, and paths of classes.
-        texts = [part for one in (value if isinstance(value, list) else [value]) for part in str(one).split(",")]
-        known = {one.lower() for one in names}
-        if value is not None and any("." not in one and one.lower() not in known for one in texts):
+        texts = [part for item in (value if isinstance(value, list) else [value]) for part in str(item).split(",")]
+        suggestion = {allowed.lower() for allowed in names}
+        if value is not None and any("." not in text and text.lower() not in suggestion for text in texts):
             return value, f"it takes {' | '.join(names)}."
     return value, None
 
@@ -168,24 +168,24 @@ def choices(key: str, field: InstalledField) -> tuple[str, ...]:
     """
     if key in CHOICES:
         return tuple(CHOICES[key])
-    named = tuple(dict.fromkeys(one for kind in (field.type, field.narrower) for one in _texts(kind)))
-    if not named or not _takes(field.type, str) or _vllm_is_extended():
+    texts = tuple(dict.fromkeys(text for kind in (field.type, field.narrower) for text in _texts(kind)))
+    if not texts or not _takes(field.type, str) or _vllm_is_extended():
         return ()
     usual = ast.literal_eval(field.default) if field.default and field.default[0] in "'\"" else None
-    return named if usual is None or usual in named else (usual, *named)
+    return texts if usual is None or usual in texts else (usual, *texts)
 
 
 def _texts(kind: Any) -> list[str]:
     """Return the texts in the literals of a type."""
     if typing.get_origin(kind) is Literal:
-        return [one for one in typing.get_args(kind) if isinstance(one, str)]
+        return [argument for argument in typing.get_args(kind) if isinstance(argument, str)]
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        return [text for one in typing.get_args(kind) for text in _texts(one)]
+        return [text for argument in typing.get_args(kind) for text in _texts(argument)]
     return []
 
 
 def _takes(kind: Any, other: type) -> bool:
-    return kind is other or any(one is other for one in typing.get_args(kind))
+    return kind is other or any(argument is other for argument in typing.get_args(kind))
 
 
 @functools.cache

@@ -37,13 +37,13 @@ def plugin_names(group: EntryPointGroup) -> tuple[str, ...]:
 def find_plugin(group: EntryPointGroup, name: str) -> metadata.EntryPoint | None:
     """Return the entry point `name` without importing it, or None. Raises InputError if two packages define it
     differently."""
-    found = list({entry.value: entry for entry in metadata.entry_points(group=group, name=name)}.values())
-    if len(found) > 1:
+    entries = list({entry.value: entry for entry in metadata.entry_points(group=group, name=name)}.values())
+    if len(entries) > 1:
         raise InputError(
-            f"Several installed packages bring {name!r} in {group}: {', '.join(map(origin, found))}.",
+            f"Several installed packages bring {name!r} in {group}: {', '.join(map(origin, entries))}.",
             "Uninstall all but one of them.",
         )
-    return found[0] if found else None
+    return entries[0] if entries else None
 
 
 def load_named(group: EntryPointGroup, name: str, built_in: Mapping[str, str]) -> Any:

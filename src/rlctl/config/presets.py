@@ -67,11 +67,11 @@ def preset_path(name: str) -> Path:
 def preset_chain(name: str) -> list[Preset]:
     """Return the preset and those it builds on, the most basic first. Raises ConfigError for a circle."""
     chain: list[Preset] = []
-    wanted: str | None = name
-    while wanted is not None:
-        if wanted in (preset.name for preset in chain):
-            path = " -> ".join([*(preset.name for preset in chain), wanted])
+    parent: str | None = name
+    while parent is not None:
+        if parent in (preset.name for preset in chain):
+            path = " -> ".join([*(preset.name for preset in chain), parent])
             raise ConfigError(f"preset {name} extends itself: {path}.", "Remove one `extends` of the circle.")
-        chain.append(read_preset(wanted))
-        wanted = chain[-1].extends
+        chain.append(read_preset(parent))
+        parent = chain[-1].extends
     return chain[::-1]

@@ -111,21 +111,21 @@ class Import:
     def without_invalid(self, config_class: Callable[[str | None], type[Section]]) -> Import:
         """Make values that rlctl's keys cannot hold entries of the report, and return the recipe."""
         config = config_class(self.values.get("run.algorithm"))
-        own = {key: value for key, value in self.values.items() if key in Schema((config,)).keys}
+        accepted = {key: value for key, value in self.values.items() if key in Schema((config,)).keys}
         try:
-            config.model_validate(nest(own))
+            config.model_validate(nest(accepted))
         except ValidationError as error:
             for problem in error.errors():
                 path = ".".join(map(str, problem["loc"]))
-                key = next((key for key in own if f"{path}.".startswith(f"{key}.")), None)
+                key = next((key for key in accepted if f"{path}.".startswith(f"{key}.")), None)
                 if key not in self.values:  # it has a line, or keys do not go together: other sources may change one
                     continue
-                source, why = self.source.pop(key), problem["msg"].replace("Input should be", "it should be")
+                source, reason = self.source.pop(key), problem["msg"].replace("Input should be", "it should be")
                 del self.values[key]
                 before = next((entry for entry in self.entries if entry.key == source), None)
                 self.entries[:] = [e for e in self.entries if e.key != source or e.status not in ("mapped", "changed")]
                 if before is not None:  # otherwise it is a default of the trainer that the recipe does not write
-                    note = f"{key} cannot be {own[key]!r}: {why}"
+                    note = f"{key} cannot be {accepted[key]!r}: {reason}"
                     self.entries.append(Entry(source, before.value, "not yet", note, key))
         return self
 
@@ -159,37 +159,39 @@ def is_own(values: Mapping[str, Any], schema: Schema) -> bool:
     return all(str(key).partition(".")[0] in {*schema.sections, *PRESET_KEYS} for key in values)
 
 
-def read_file(path: Path, what: str, registry: Registry) -> tuple[dict[str, Any], Importer | None]:
+def read_file(path: Path, description: str, registry: Registry) -> tuple[dict[str, Any], Importer | None]:
     """Return a file's sections, and the importer of another trainer's recipe (other formats have no sections). Raises
     ConfigError for an unreadable file."""
-    values = read_mapping(path, what) if path.suffix in YAML or not path.is_file() else {}
+    values = read_mapping(path, description) if path.suffix in YAML or not path.is_file() else {}
     if path.suffix in YAML and is_own(values, registry.schema):
         return values, None
-    found = next((one for one in registry.importers() if one.recognizes(path, values)), None)
-    if found is None and path.suffix in SCRIPTS and path.is_file():
-        readers = ", ".join(one.trainer for one in registry.importers())
+    importer = next((candidate for candidate in registry.importers() if candidate.recognizes(path, values)), None)
+    if importer is None and path.suffix in SCRIPTS and path.is_file():
+        readers = ", ".join(candidate.trainer for candidate in registry.importers())
         raise ConfigError(
-            f"{what} {path} is a {SCRIPTS[path.suffix]}, which is not read.",
+            f"{description} {path} is a {SCRIPTS[path.suffix]}, which is not read.",
             f"Give a YAML file, with rlctl's keys or a recipe of {readers}. "
             "--reward FILE.py:FUNCTION takes reward functions from a script, and --model and --data name the rest.",
         )
-    return (values, found) if found or path.suffix in YAML else (read_mapping(path, what), None)
+    return (values, importer) if importer or path.suffix in YAML else (read_mapping(path, description), None)
 
 
 def claimed(texts: Iterable[str], registry: Registry) -> dict[str, tuple[Importer, list[str]]]:
     """Return overrides grouped by the trainer that has their key or section. Raises ConfigError for an unknown one."""
-    found: dict[str, tuple[Importer, list[str]]] = {}
+    claims: dict[str, tuple[Importer, list[str]]] = {}
     for text in texts:
         key = override_key(text)
-        having = next((one for one in registry.importers() if one.has(key)), None)
+        having = next((candidate for candidate in registry.importers() if candidate.has(key)), None)
         section = key.partition(".")[0]
-        importer = having or next((one for one in registry.importers() if section in one.sections()), None)
+        importer = having or next(
+            (candidate for candidate in registry.importers() if section in candidate.sections()), None
+        )
         if importer is None:
             meant = registry.schema.nearest(key)
             hint = f"Did you mean `{meant}`?" if meant else "`rlctl config schema` lists every key."
             raise ConfigError(f"unknown key `{key}`: neither rlctl nor a trainer whose recipes it reads has it.", hint)
-        found.setdefault(importer.trainer, (importer, []))[1].append(text)
-    return found
+        claims.setdefault(importer.trainer, (importer, []))[1].append(text)
+    return claims
 
 
 def override_key(text: str) -> str:

@@ -52,7 +52,7 @@ class Schema:
     @functools.cached_property
     def keys(self) -> tuple[str, ...]:
         """Every key, in order, as `section.key`."""
-        fields = ((name, one.model_fields) for name, several in self.sections.items() for one in several)
+        fields = ((name, section.model_fields) for name, several in self.sections.items() for section in several)
         return tuple(dict.fromkeys(f"{name}.{key}" for name, keys in fields for key in keys))
 
     @functools.cached_property
@@ -95,7 +95,7 @@ class Schema:
         classes = self.sections.get(section, ())
         if not parts:
             return FieldInfo(annotation=classes[0]) if classes else None
-        return next(filter(None, (_field_of(one, parts) for one in classes)), None)
+        return next(filter(None, (_field_of(section, parts) for section in classes)), None)
 
     def why_unknown(self, key: str, command: str) -> str | None:
         """Return why the method of `command` lacks a key that another one has; None: it has it."""
@@ -142,15 +142,18 @@ class Schema:
             return set()
         kind = declared.annotation if passed is None else annotation(passed)
         options = typing.get_args(kind) if typing.get_origin(kind) in (UnionType, typing.Union) else (kind,)
-        return {typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in options}
+        return {
+            typing.get_args(option)[0] if typing.get_origin(option) is typing.Annotated else option
+            for option in options
+        }
 
     def nearest(self, key: str) -> str | None:
         """Return the nearest known key: another trainer's counterpart, the same name elsewhere, or the most similar
         one."""
         if (written := key.replace("-", "_")) in self.keys:
             return written
-        if (known := counterpart(key)) is not None and self.field(known) is not None:
-            return known
+        if (rlctl_key := counterpart(key)) is not None and self.field(rlctl_key) is not None:
+            return rlctl_key
         outer, _, last = key.rpartition(".")
         declared = self.field(outer) if "." in outer else None
         inner = section_of(declared.annotation) if declared else None
@@ -159,13 +162,13 @@ class Schema:
         passing = section_with(last)
         if passing is not None:
             return f"{passing}.{last}"
-        same_name = [known for known in self.keys if known.rpartition(".")[2] == last]
+        same_name = [key for key in self.keys if key.rpartition(".")[2] == last]
         if len(same_name) == 1:
             return same_name[0]
         alike = difflib.get_close_matches(key, [*self.keys, *self.sections], n=1, cutoff=0.6)
         if alike:
             return alike[0]
-        by_last = {known.rpartition(".")[2]: known for known in self.keys}
+        by_last = {key.rpartition(".")[2]: key for key in self.keys}
         alike = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
         return by_last[alike[0]] if alike else None
 

@@ -175,12 +175,12 @@ class Source(PydanticBaseSettingsSource):
             return [*self.unknown.values()]
         lines = []
         for value in self.values:
-            section, why = value.key.partition(".")[0], self.method_schema.why_unknown(value.key, command)
+            section, reason = value.key.partition(".")[0], self.method_schema.why_unknown(value.key, command)
             other_method = section in self.schema.sections and section not in self.method_schema.sections
             if value.key in self.unknown and not other_method:
                 lines.append(self.unknown[value.key])
-            elif why:
-                lines.append(f"`{value.key}` ({value.origin}): {why}{having(value.key)}.")
+            elif reason:
+                lines.append(f"`{value.key}` ({value.origin}): {reason}{having(value.key)}.")
         return lines
 
     def standing(self) -> list[Refusal]:
@@ -189,7 +189,7 @@ class Source(PydanticBaseSettingsSource):
         def settled(key: str) -> bool:
             return bool(self.stronger(key)) or (key in OTHER_WAY and any(self.stronger(OTHER_WAY[key])))
 
-        return [one for one in self.refusals if one.settled_by is None or not settled(one.settled_by)]
+        return [refusal for refusal in self.refusals if refusal.settled_by is None or not settled(refusal.settled_by)]
 
     def superseded(self, value: Value) -> bool:
         """Return whether a stronger source replaces this form of data (name or list), or the kind of machine (GPUs or
@@ -224,9 +224,9 @@ class Source(PydanticBaseSettingsSource):
         elif isinstance(value.value, bool) and schema.takes_number(value.key):
             self.problems.append(f"`{value.key}` = {value.value!r} ({value.origin}): it should be a number.")
         elif target_of(value.key) is not None:
-            taken, why = checked(value.key, value.value)
-            if why:
-                self.problems.append(f"`{value.key}` = {value.value!r} ({value.origin}): {why}")
+            taken, reason = checked(value.key, value.value)
+            if reason:
+                self.problems.append(f"`{value.key}` = {value.value!r} ({value.origin}): {reason}")
             return replace(value, value=taken)
         return value
 
@@ -245,22 +245,22 @@ def method_source(method: str, defaults: Mapping[str, Any]) -> Source:
 class PresetSource(Source):
     """The values of one preset file. `named` holds the data, model and environment that weaker sources name."""
 
-    def __init__(self, preset: Preset, named: Mapping[str, Any], schema: Schema) -> None:
+    def __init__(self, preset: Preset, names: Mapping[str, Any], schema: Schema) -> None:
         super().__init__(flatten(preset.values, f"preset {preset.name}", schema), shared=True)
         self._own_file = preset.name if preset.name.endswith((".yaml", ".yml")) else None
-        self.named = named_after(named, self.values)
+        self.named = named_after(names, self.values)
 
     def __call__(self) -> dict[str, Any]:
         """Return kept values, with a note on user preset values that an environment replaces."""
         nested = super().__call__()
         dropped = [value.key for value in self.values if self._other_task(value)]
         if self._own_file and dropped:
-            named = self.stronger(ENVIRONMENT)[0]
-            self.notes = (f"note: environment {named} replaces {', '.join(dropped)} of preset {self._own_file}",)
+            environments = self.stronger(ENVIRONMENT)[0]
+            self.notes = (f"note: environment {environments} replaces {', '.join(dropped)} of preset {self._own_file}",)
         if any(map(self._without_rows, self.values)):
-            why = "the preset validates, and this data has no rows for it"
+            reason = "the preset validates, and this data has no rows for it"
             give = "--set validation.holdout=N holds rows out, and --val-data names others"
-            self.notes = (*self.notes, f"note: no validation: {why}; {give}")
+            self.notes = (*self.notes, f"note: no validation: {reason}; {give}")
         return nested
 
     def superseded(self, value: Value) -> bool:
@@ -289,12 +289,12 @@ class PresetSource(Source):
         if value.key not in VALIDATES or not value.value or not self._replaced("data.name"):
             return False
         (name,) = self.stronger("data.name") or ("",)
-        held = {one.key: one.value for one in self.values} | self._stronger_rows()
-        return not str(name).startswith(MADE) and not any(held.get(key) for key in ROWS_OF_VALIDATION)
+        values = {value.key: value.value for value in self.values} | self._stronger_rows()
+        return not str(name).startswith(MADE) and not any(values.get(key) for key in ROWS_OF_VALIDATION)
 
     def _stronger_rows(self) -> dict[str, Any]:
         stronger = flatten({"validation": self.current_state.get("validation", {})}, "", self.schema)
-        return {one.key: one.value for one in stronger}
+        return {value.key: value.value for value in stronger}
 
     def _names(self, owner: str) -> bool:
         return any(self.stronger(owner))
@@ -305,10 +305,10 @@ class PresetSource(Source):
         return self.stronger(owner) not in ((), (self.named.get(owner),))
 
 
-def named_after(named: Mapping[str, Any], values: Iterable[Value]) -> dict[str, Any]:
+def named_after(names: Mapping[str, Any], values: Iterable[Value]) -> dict[str, Any]:
     """Return data, model and environment once `values` override `named`. An environment replaces weaker data."""
     owners = {value.key: value.value for value in values if value.key in (*BELONGS_TO, *OTHER_WAY) and value.value}
-    weaker = {key: name for key, name in named.items() if ENVIRONMENT not in owners or key not in OTHER_WAY}
+    weaker = {key: name for key, name in names.items() if ENVIRONMENT not in owners or key not in OTHER_WAY}
     return weaker | owners
 
 
@@ -349,18 +349,18 @@ def sources_in_order(
     last recipe in `files`. Raises ConfigError for an unreadable file or preset."""
     schema = registry.schema
     sources: list[Source] = []
-    given = {key: flag if isinstance(flag, GivenFlag) else GivenFlag(key, flag) for key, flag in flags.items()}
-    method = given["run.algorithm"].value if "run.algorithm" in given else None
-    own = [text for text in overrides if schema.field(override_key(text)) is not None]
-    other = [text for text in overrides if text not in own]
+    flags_by_key = {key: flag if isinstance(flag, GivenFlag) else GivenFlag(key, flag) for key, flag in flags.items()}
+    method = flags_by_key["run.algorithm"].value if "run.algorithm" in flags_by_key else None
+    rlctl_texts = [text for text in overrides if schema.field(override_key(text)) is not None]
+    other = [text for text in overrides if text not in rlctl_texts]
     overridden: list[Source] = []
 
     def add_presets(chain: Iterable[Preset]) -> None:
         for part in chain:
-            named: dict[str, Any] = {}
+            names: dict[str, Any] = {}
             for below in sources:
-                named = named_after(named, below.values)
-            sources.append(PresetSource(part, named, schema))
+                names = named_after(names, below.values)
+            sources.append(PresetSource(part, names, schema))
 
     add_presets(preset_chain(preset) if preset is not None else ())
     contents = [(Path(path), *read_file(Path(path), "--config", registry)) for path in files]
@@ -382,29 +382,29 @@ def sources_in_order(
     for importer, texts in claimed(other if not recipes else (), registry).values():
         recipe = importer.read(None, texts, method).without_invalid(registry.config_class)
         overridden += recipe_sources(recipe, schema)
-    stated = [set_source(text.lstrip("+"), schema) for text in own]
-    named = (
+    stated = [set_source(text.lstrip("+"), schema) for text in rlctl_texts]
+    flag_values = (
         (key, flag.value, f"flag {flag.name}" if flag.name.startswith("-") else flag.name)
-        for key, flag in given.items()
+        for key, flag in flags_by_key.items()
     )
-    of_flags = Source((Value(*one) for one in named), typed=True)
+    of_flags = Source((Value(*value) for value in flag_values), typed=True)
     typed = [set_source(text, schema) for text in sets]
     return [*sources, environment_source(environment, schema), of_flags, *overridden, *typed, *stated]
 
 
 def recipe_sources(recipe: Import, schema: Schema) -> tuple[Source, Source]:
     """Return a recipe's source, and the stronger source of its overrides."""
-    given = recipe.overridden
+    overrides = recipe.overridden
     values: dict[bool, list[Value]] = {True: [], False: []}
     refusals: dict[bool, list[Refusal]] = {True: [], False: []}
     for key, value in recipe.values.items():
         source = recipe.source[key]
-        origin = f"override {source}" if source in given else f"file {recipe.path}, {source}"
-        optional = key in recipe.optional or (FOR_A_MACHINE in schema.facts(key) and source not in given)
-        values[source in given].append(Value(key, value, origin, optional=optional))
+        origin = f"override {source}" if source in overrides else f"file {recipe.path}, {source}"
+        optional = key in recipe.optional or (FOR_A_MACHINE in schema.facts(key) and source not in overrides)
+        values[source in overrides].append(Value(key, value, origin, optional=optional))
     for line, settled_by in recipe.refusals:
         refusal = Refusal(line, settled_by, final=recipe.foreign is not None)
-        refusals[recipe.source.get(settled_by or "") in given].append(refusal)
+        refusals[recipe.source.get(settled_by or "") in overrides].append(refusal)
     notes = [
         *(f"left out: {line}" for line in recipe.lines("not known")),
         *(f"runs differently: {line}" for line in recipe.lines("changed")),
@@ -412,15 +412,15 @@ def recipe_sources(recipe: Import, schema: Schema) -> tuple[Source, Source]:
         *(
             f"note: {entry.key} = {entry.value} sets nothing by itself: {entry.note}"
             for entry in (*recipe.of("not applicable"), *recipe.of("logging"))
-            if entry.key in given and entry.key not in recipe.source.values()
+            if entry.key in overrides and entry.key not in recipe.source.values()
         ),
     ]
-    if named := [
+    if renamed := [
         f"{recipe.source[value.key]} is rlctl's {value.key}"
         for value in values[True]
         if recipe.source[value.key] != value.key
     ]:
-        notes.append(f"note: {'; '.join(named)}")
+        notes.append(f"note: {'; '.join(renamed)}")
     return Source(values[False], notes, refusals[False], shared=True), Source(values[True], (), refusals[True])
 
 
@@ -458,7 +458,7 @@ def environment_key(name: str, schema: Schema) -> str:
 def unknown_variable(name: str, schema: Schema) -> str:
     """Say that an environment variable means nothing, and which one was probably meant."""
     text = name.removeprefix(PREFIX).lower()
-    spelled = {known.replace(".", "_"): known for known in schema.keys}
+    spelled = {key.replace(".", "_"): key for key in schema.keys}
     meant = spelled.get(text) or (text if text in schema.sections else schema.nearest(text))
     close = () if text in schema.sections else difflib.get_close_matches(name, OWN_VARIABLES, n=1, cutoff=0.8)
     if close or meant is None:

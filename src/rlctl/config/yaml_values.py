@@ -33,16 +33,16 @@ INVALID = (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError)
 
 
 def construct_mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    own = [key for key, _ in node.value if key.tag != MERGE]  # these win over what `<<` merges in
-    given = yaml.SafeLoader.construct_mapping(loader, node, deep=True)  # refuses keys that cannot be hashed
+    explicit = [key for key, _ in node.value if key.tag != MERGE]  # these win over what `<<` merges in
+    mapping = yaml.SafeLoader.construct_mapping(loader, node, deep=True)  # refuses keys that cannot be hashed
     seen: dict[Any, yaml.Node] = {}
-    for key in own:
+    for key in explicit:
         first = seen.setdefault(loader.construct_object(key, deep=True), key)
         if first is not key:
-            why = f"the keys {first.value} and {key.value} are the same key"
-            why = f"the key {key.value} is given twice" if first.value == key.value else why
-            raise yaml.constructor.ConstructorError(None, None, why, key.start_mark)
-    return given
+            reason = f"the keys {first.value} and {key.value} are the same key"
+            reason = f"the key {key.value} is given twice" if first.value == key.value else reason
+            raise yaml.constructor.ConstructorError(None, None, reason, key.start_mark)
+    return mapping
 
 
 def construct_int(loader: Loader, node: yaml.ScalarNode) -> int:
@@ -77,19 +77,19 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def read_mapping(path: Path, what: str) -> dict[str, Any]:
+def read_mapping(path: Path, description: str) -> dict[str, Any]:
     """Return the top-level mapping of a YAML file; `what` names it in errors. Raises ConfigError if missing,
     unreadable, or not a mapping with text keys."""
     log.info("reading %s", path)
-    text = read_text(path, what, FILE_LIMIT_BYTES)
+    text = read_text(path, description, FILE_LIMIT_BYTES)
     try:
         value = yaml.load(text, Loader)
     except INVALID as error:
-        raise ConfigError(f"{what} {path} is not valid YAML: {explain(error)}.") from error
+        raise ConfigError(f"{description} {path} is not valid YAML: {explain(error)}.") from error
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{what} {path} must hold sections of keys, not {type(value).__name__}.")
+        raise ConfigError(f"{description} {path} must hold sections of keys, not {type(value).__name__}.")
     return value
 
 

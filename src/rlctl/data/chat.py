@@ -119,9 +119,9 @@ class PromptEncoder:
         template = read_template(model.chat_template) if model.chat_template else tokenizer.chat_template
         if isinstance(template, dict):  # some tokenizers name several
             template = template.get("default") or next(iter(template.values()))
-        directory, own = Path(model_directory), cast(Any, tokenizer.eos_token_id)
+        directory, own_end = Path(model_directory), cast(Any, tokenizer.eos_token_id)
         size = read_config(directory).get("vocab_size") if (directory / "config.json").is_file() else None
-        ends: set[Any] = {own}
+        ends: set[Any] = {own_end}
         listed = read_generation(directory).get("eos_token_id")
         ends |= set(listed if isinstance(listed, list) else [listed])
         encoder = cls(
@@ -256,9 +256,13 @@ class PromptEncoder:
 
     def telling_tools(self, tools: Iterable[Any]) -> PromptEncoder:
         """Return an encoder that passes tools to the template (the tokenizer's tool template if it has one)."""
-        named: Any = self.tokenizer.chat_template
-        own = named.get("tool_use") if isinstance(named, dict) and self.template == named.get("default") else None
-        return replace(self, template=own or self.template, variables={**self.variables, TOOLS: [*tools]})
+        template: Any = self.tokenizer.chat_template
+        tool_template = (
+            template.get("tool_use")
+            if isinstance(template, dict) and self.template == template.get("default")
+            else None
+        )
+        return replace(self, template=tool_template or self.template, variables={**self.variables, TOOLS: [*tools]})
 
     def require_known(self, tokens: Sequence[int], where: str) -> None:
         """Raise InputError for a token that the model does not have."""
@@ -271,9 +275,9 @@ class PromptEncoder:
 
     def require_no_image(self, tokens: Sequence[int], where: str) -> None:
         """Raise InputError for a token that stands for an image, in a text that has none."""
-        if self.sees and self.template is not None and (own := self.images(where)).placeholder_id in tokens:
+        if self.sees and self.template is not None and (image_reader := self.images(where)).placeholder_id in tokens:
             raise InputError(
-                f"{where}: the token {own.placeholder!r} stands for an image, and there is no image.",
+                f"{where}: the token {image_reader.placeholder!r} stands for an image, and there is no image.",
                 "Take its text out, or give the row an image.",
             )
 
@@ -310,14 +314,14 @@ class PromptEncoder:
             variables = {**variables, **dict.fromkeys(names, self.hidden(variables[TOOLS]))}
         if self.template is None:  # lines that end where the answer begins; a system message goes first as it is
             labels = {"user": "Question: ", "assistant": "Answer: ", "system": ""}
-            lines = [labels.get(one["role"], "") + one["content"] for one in messages if one["content"]]
+            lines = [labels.get(message["role"], "") + message["content"] for message in messages if message["content"]]
             return "\n".join([*lines, "Answer:"])
         return self._rendered(self.taken(messages), variables, where, answered=answered)
 
     def taken(self, messages: Messages) -> list[dict[str, Any]]:
         """Return messages as the chat template takes them: images as parts, and calls in its form."""
-        shown = [in_parts(one, always=self.in_parts) for one in messages]
-        return [self.call_form.taken(one) for one in shown] if any(one.get(CALLS) for one in shown) else shown
+        turns = [in_parts(message, always=self.in_parts) for message in messages]
+        return [self.call_form.taken(turn) for turn in turns] if any(turn.get(CALLS) for turn in turns) else turns
 
     @property
     def call_form(self) -> CallForm:
@@ -325,35 +329,37 @@ class PromptEncoder:
         key = (CALLS, self.template, self.in_parts)
         if key not in self._probed:
             variables = {name: value for name, value in self.variables.items() if name != TOOLS}
-            self._probed[key] = CallForm.of(lambda told: self._rendered(told, variables, "a call", answered=True))
+            self._probed[key] = CallForm.of(
+                lambda messages: self._rendered(messages, variables, "a call", answered=True)
+            )
         return self._probed[key]
 
     def require_written(self, messages: Messages, where: str, *, answered: bool = False) -> None:
         """Raise InputError for a message that is not in the text of a conversation, which transformers leaves out."""
         key = (self.template, bool(self.variables.get(TOOLS)), answered, *map(shape_of, messages))
         if key not in self._probed:
-            self._probed[key] = unwritten(lambda told: self.render(told, where, answered=answered), messages)
+            self._probed[key] = unwritten(lambda turns: self.render(turns, where, answered=answered), messages)
         if (place := self._probed[key]) is None:
             return
-        what = "chat template" if self.template else "format of a model without chat template"
+        format_name = "chat template" if self.template else "format of a model without chat template"
         raise InputError(
-            f"{where}: the {what} does not write message {place + 1}, of the role {messages[place]['role']!r}.",
+            f"{where}: the {format_name} does not write message {place + 1}, of the role {messages[place]['role']!r}.",
             "Give another template with --chat-template, or leave the message out (data.system_prompt adds one of the "
             "role 'system').",
         )
 
-    def _rendered(self, shown: Any, variables: Mapping[str, Any], where: str, *, answered: bool) -> str:
+    def _rendered(self, turns: Any, variables: Mapping[str, Any], where: str, *, answered: bool) -> str:
         from jinja2 import TemplateError
 
         try:
             text = self.tokenizer.apply_chat_template(
-                shown, chat_template=self.template, tokenize=False, add_generation_prompt=not answered, **variables
+                turns, chat_template=self.template, tokenize=False, add_generation_prompt=not answered, **variables
             )
             return cast(str, text)  # without `tokenize` it is a text
         # A template is a program: what it computes with may be missing or zero.
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise InputError(
-                f"The chat template cannot write {where} ({', '.join(m['role'] for m in shown)}): {error}",
+                f"The chat template cannot write {where} ({', '.join(m['role'] for m in turns)}): {error}",
                 "Give another with --chat-template; a template may also refuse a system prompt (data.system_prompt).",
             ) from error
 
@@ -365,33 +371,33 @@ class PromptEncoder:
         """Return the texts of control tokens in the prompt and tools of a row, and (of `texts`) in its completions."""
         if texts and row.answer == ():
             return list(dict.fromkeys(self.control.inside(str(row.prompt))))
-        answers = [self.without_end(one) for one in row.answer] if texts and isinstance(row.answer, tuple) else None
-        shown = (row.prompt, row.fields.get(TOOLS), answers)
-        return list(dict.fromkeys(self.control.in_strings(shown)))
+        answers = [self.without_end(turn) for turn in row.answer] if texts and isinstance(row.answer, tuple) else None
+        templates = (row.prompt, row.fields.get(TOOLS), answers)
+        return list(dict.fromkeys(self.control.in_strings(templates)))
 
     def notes_on(self, rows: Iterable[PromptRow], *, texts: bool = False) -> list[str]:
-        found: dict[str, list[str]] = {}
+        places_by_effect: dict[str, list[str]] = {}
         for row in rows:
             whole = texts and row.answer == ()
             become = "are tokens, since a `text` is all that the model reads" if whole else self._become
-            if held := self.controls_in(row, texts=texts):
-                found.setdefault(become, []).append(f"{row.where} ({', '.join(held)})")
+            if tokens := self.controls_in(row, texts=texts):
+                places_by_effect.setdefault(become, []).append(f"{row.where} ({', '.join(tokens)})")
         return [
-            f"{len(named):,} row{'s' * (len(named) > 1)} with control tokens, which {become}: "
-            f"{'; '.join(named[:3])}{'; ...' * (len(named) > 3)}"
-            for become, named in found.items()
+            f"{len(places):,} row{'s' * (len(places) > 1)} with control tokens, which {become}: "
+            f"{'; '.join(places[:3])}{'; ...' * (len(places) > 3)}"
+            for become, places in places_by_effect.items()
         ]
 
     def notes_on_places(self, rows: Iterable[PromptRow]) -> list[str]:
         """Return a note on rows whose text has a place for an image, where the row has none."""
-        held = [row.where for row in rows if self.sees and not row.images and IN_TEXT in row.question]
-        many = f"{len(held):,} rows say" if len(held) > 1 else "1 row says"
-        return [f"{many} {IN_TEXT} without an image, which stays text: {held[0]}"] if held else []
+        places = [row.where for row in rows if self.sees and not row.images and IN_TEXT in row.question]
+        many = f"{len(places):,} rows say" if len(places) > 1 else "1 row says"
+        return [f"{many} {IN_TEXT} without an image, which stays text: {places[0]}"] if places else []
 
     def notes_on_instructions(self, text: str) -> list[str]:
-        held = dict.fromkeys(self.control.in_strings(text))
+        tokens = dict.fromkeys(self.control.in_strings(text))
         where = "data.system_prompt, data.prompt_template or data.prompt_suffix"
-        return [f"control tokens in {where}, which {self._become}: {', '.join(held)}"] if held else []
+        return [f"control tokens in {where}, which {self._become}: {', '.join(tokens)}"] if tokens else []
 
     @property
     def _become(self) -> str:
@@ -402,8 +408,10 @@ class PromptEncoder:
         anyway, and a second one would be learned as a part of the answer."""
         if isinstance(completion, list | tuple):
             return [
-                {**one, "content": self.without_end(one["content"])} if one["role"] == "assistant" else one
-                for one in completion
+                {**message, "content": self.without_end(message["content"])}
+                if message["role"] == "assistant"
+                else message
+                for message in completion
             ]
         shorter = self._ends.sub("", completion) if isinstance(completion, str) else completion
         return shorter if shorter else completion
@@ -416,8 +424,8 @@ class PromptEncoder:
     def closing_token(self) -> int | None:
         """Return the special token directly after an answer in the template; None: none."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
-        _, found, tail = self.render(turn, "an answer", answered=True).rpartition(_MARKER)
-        ids = self.tokenizer.encode(tail, add_special_tokens=False)[:1] if found else []
+        _, marker, tail = self.render(turn, "an answer", answered=True).rpartition(_MARKER)
+        ids = self.tokenizer.encode(tail, add_special_tokens=False)[:1] if marker else []
         return ids[0] if ids and ids[0] in self.special else None
 
     @property
@@ -432,7 +440,7 @@ class PromptEncoder:
     @cached_property
     def special(self) -> set[int]:
         added = self.tokenizer.added_tokens_decoder.items()
-        return {*self.tokenizer.all_special_ids, *(token for token, one in added if one.special)}
+        return {*self.tokenizer.all_special_ids, *(token for token, entry in added if entry.special)}
 
     @property
     def special_texts(self) -> list[str]:
@@ -443,14 +451,14 @@ class PromptEncoder:
             return []
         user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}
         talk = [user, answer, user]
-        found = self._written([{"role": "system", "content": "?"}, *talk]) or self._written(talk)
-        found = found if _MARKER in found else self._written([user], answered=False)
+        beginnings = self._written([{"role": "system", "content": "?"}, *talk]) or self._written(talk)
+        beginnings = beginnings if _MARKER in beginnings else self._written([user], answered=False)
         call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": "?"}}}
         called = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
         result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "?"}
         texts = self._written(called), self._written([*called, result])
-        shown = self._written([{"role": "user", "content": MARK, IMAGES: [None]}]) if self.sees else ""
-        return [found, texts[1][len(commonprefix(texts)) :], shown]  # noqa: RUF071 - of texts, not of paths
+        image_turn = self._written([{"role": "user", "content": MARK, IMAGES: [None]}]) if self.sees else ""
+        return [beginnings, texts[1][len(commonprefix(texts)) :], image_turn]  # noqa: RUF071 - of texts, not of paths
 
     def _written(self, messages: Messages, *, answered: bool = True) -> str:
         try:
@@ -462,8 +470,8 @@ class PromptEncoder:
         """Return this encoder after trying its template, with what that showed."""
         if len({self.render([{"role": "user", "content": text}]) for text in "?!"}) == 1:  # it leaves the text out
             if self.in_parts:
-                why = "The chat template drops user messages, so all prompts would be equal."
-                raise InputError(why, "Give another with --chat-template.")
+                reason = "The chat template drops user messages, so all prompts would be equal."
+                raise InputError(reason, "Give another with --chat-template.")
             return replace(self, in_parts=True)._tried()
         # The special token that the template writes after an answer need not be the tokenizer's end token.
         user, closing = {"role": "user", "content": "?"}, self.closing_token()
@@ -523,8 +531,8 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
         # what transformers raises for files missing or damaged, unknown classes, untrusted code, a hub out of reach
         if pointer := next((file for file in Path(directory).glob("tokenizer*") if is_lfs_pointer(file)), None):
-            why = f"{origin}: {pointer.name} is a pointer of Git LFS in place of the file."
-            raise InputError(why, f"Fetch it: git -C {pointer.parent} lfs pull") from error
+            reason = f"{origin}: {pointer.name} is a pointer of Git LFS in place of the file."
+            raise InputError(reason, f"Fetch it: git -C {pointer.parent} lfs pull") from error
         raise InputError(
             f"{origin} has no tokenizer that can be loaded: {first_line(error)}",
             "Give a directory with tokenizer.json, or a hub name, with --tokenizer.",
@@ -539,8 +547,8 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
 
 
 def reads_images(model_directory: Path | str) -> bool:
-    found = (Path(model_directory) / "config.json").is_file()
-    return found and bool(read_config(Path(model_directory)).get("vision_config"))
+    has_config = (Path(model_directory) / "config.json").is_file()
+    return has_config and bool(read_config(Path(model_directory)).get("vision_config"))
 
 
 class Process:

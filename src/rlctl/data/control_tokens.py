@@ -34,10 +34,10 @@ class ControlTokens:
     def of(cls, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], skeletons: Iterable[str]) -> ControlTokens:
         """Return tokens that begin, end or pad a text, `ends`, and added tokens that a template writes around messages
         (`skeletons`)."""
-        added = {token: str(one.content) for token, one in tokenizer.added_tokens_decoder.items()}
-        named: Sequence[Any] = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-        texts = {added[token] for token in (*named, *ends) if token in added}
-        special = {one.content for one in tokenizer.added_tokens_decoder.values() if one.special}
+        added = {token: str(entry.content) for token, entry in tokenizer.added_tokens_decoder.items()}
+        end_ids: Sequence[Any] = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        texts = {added[token] for token in (*end_ids, *ends) if token in added}
+        special = {entry.content for entry in tokenizer.added_tokens_decoder.values() if entry.special}
         written = [text for text in added.values() if any(text in skeleton for skeleton in skeletons)]
         texts.update(text for text in written if not _is_tag(text, special, added.values()))
         return cls({text: token for token, text in added.items() if text in texts and text.strip()})
@@ -45,40 +45,40 @@ class ControlTokens:
     def hide(self, value: Any) -> Any:
         """Return a value for a chat template, with the texts of control tokens in its strings hidden."""
         if isinstance(value, str):
-            return self._texts.sub(lambda found: f"{_OPENS}{self._numbers[found[0]]}{_CLOSES}", value)
+            return self._texts.sub(lambda match: f"{_OPENS}{self._numbers[match[0]]}{_CLOSES}", value)
         if isinstance(value, Mapping):
-            return {self.hide(key): self.hide(one) for key, one in value.items()}
-        return [self.hide(one) for one in value] if isinstance(value, list | tuple) else value
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
+        return [self.hide(item) for item in value] if isinstance(value, list | tuple) else value
 
     def shown(self, text: str) -> str:
-        return self._hidden.sub(lambda found: [*self.ids][int(found[1])], text)
+        return self._hidden.sub(lambda match: [*self.ids][int(match[1])], text)
 
     def in_strings(self, value: Any) -> Iterator[str]:
         """Yield the texts of control tokens in the strings of a value."""
         if isinstance(value, str):
             yield from self._texts.findall(value)
         elif isinstance(value, Mapping | list | tuple):
-            for one in (*value, *value.values()) if isinstance(value, Mapping) else value:
-                yield from self.in_strings(one)
+            for item in (*value, *value.values()) if isinstance(value, Mapping) else value:
+                yield from self.in_strings(item)
 
     def inside(self, text: str) -> Iterator[str]:
-        found = [*self._texts.finditer(text)]
-        found = found[1:] if found and not text[: found[0].start()].strip() else found
-        found = found[:-1] if found and not text[found[-1].end() :].strip() else found
-        yield from (one[0] for one in found)
+        matches = [*self._texts.finditer(text)]
+        matches = matches[1:] if matches and not text[: matches[0].start()].strip() else matches
+        matches = matches[:-1] if matches and not text[matches[-1].end() :].strip() else matches
+        yield from (match[0] for match in matches)
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, text: str, where: str) -> list[int]:
         """Return the tokens of a text rendered from hidden values, without automatic special tokens. Raises InputError
         if a control token cannot be ordinary text."""
-        written = [self.ids[found] for found in self._texts.findall(text)]
+        written = [self.ids[part] for part in self._texts.findall(text)]
         hidden = self._hidden.findall(text)
         plain = [] if hidden else list(tokenizer.encode(text, add_special_tokens=False))
         expected = iter(written)
         if not hidden and all(token in expected for token in self._within(plain)):
             return plain
-        found = self._encode_apart(tokenizer, text) if getattr(tokenizer, "is_fast", False) else None
-        if found is not None and self._within(found) == written:
-            return found
+        encoded = self._encode_apart(tokenizer, text) if getattr(tokenizer, "is_fast", False) else None
+        if encoded is not None and self._within(encoded) == written:
+            return encoded
         if not hidden:
             return plain
         texts = [[*self.ids][int(number)] for number in hidden]
@@ -92,11 +92,11 @@ class ControlTokens:
         apart = self._apart.get(id(tokenizer))
         if apart is None:
             apart = self._apart[id(tokenizer)] = _Apart.of(tokenizer.backend_tokenizer, self.ids)
-        return apart.encode(self.shown(self._texts.sub(lambda found: apart.marks[found[0]], text)))
+        return apart.encode(self.shown(self._texts.sub(lambda match: apart.marks[match[0]], text)))
 
     def _within(self, tokens: Sequence[int]) -> list[int]:
-        known = {*self.ids.values()}
-        return [token for token in tokens if token in known]
+        control_ids = {*self.ids.values()}
+        return [token for token in tokens if token in control_ids]
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
@@ -134,15 +134,15 @@ class _Apart:
 
         nonce = secrets.token_hex(8)  # a text that nobody can write into data
         marks = {text: f"{_OPENS}{nonce}-{number}{_CLOSES}" for number, text in enumerate(controls)}
-        held = json.loads(tokenizer.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
+        tokenizer_json = json.loads(tokenizer.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
         real = {}
-        for one in held["added_tokens"]:
-            if (mark := marks.get(one["content"])) is not None:
-                one |= {"content": mark, "normalized": False}
-            real[one["content"]] = one["id"]
-        copy = Tokenizer.from_str(json.dumps(held))
+        for entry in tokenizer_json["added_tokens"]:
+            if (mark := marks.get(entry["content"])) is not None:
+                entry |= {"content": mark, "normalized": False}
+            real[entry["content"]] = entry["id"]
+        copy = Tokenizer.from_str(json.dumps(tokenizer_json))
         ids = {copy.token_to_id(content): token for content, token in real.items()}
-        return cls(copy, marks, {token: one for token, one in ids.items() if token is not None})
+        return cls(copy, marks, {token: number for token, number in ids.items() if token is not None})
 
     def encode(self, text: str) -> list[int]:
         return [self.ids.get(token, token) for token in self.tokenizer.encode(text, add_special_tokens=False).ids]

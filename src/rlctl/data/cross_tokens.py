@@ -38,23 +38,23 @@ class Projection:
         map to nothing."""
         our_bytes, their_bytes = token_bytes(ours), token_bytes(theirs)
         same = {content: token for token, content in sorted(their_bytes.items(), reverse=True)}
-        found: dict[int, tuple[int, ...]] = {}
+        spans: dict[int, tuple[int, ...]] = {}
         others: dict[int, str] = {}
         for token, content in our_bytes.items():
             if content in same:
-                found[token] = (same[content],)
+                spans[token] = (same[content],)
             elif content and "\ufffd" not in (text := content.decode(errors="replace")):
                 others[token] = text
         written: Any = theirs([*others.values()], add_special_tokens=False)["input_ids"] if others else []
         for token, pieces in zip(others, written, strict=True):
             if b"".join(their_bytes.get(piece, b"\0") for piece in pieces) == our_bytes[token]:
-                found[token] = tuple(pieces[:PIECES])
+                spans[token] = tuple(pieces[:PIECES])
         ends: Any = (ours.eos_token_id, theirs.eos_token_id)
         if None not in ends:
-            found[ends[0]] = (ends[1],)
+            spans[ends[0]] = (ends[1],)
         entries = [
             (token, piece, weight)
-            for token, pieces in sorted(found.items())
+            for token, pieces in sorted(spans.items())
             for piece, weight in zip(pieces, _decaying(len(pieces)), strict=True)
         ]
         students, teachers, weights = zip(*entries, strict=True)
@@ -104,10 +104,10 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
 def read_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Return a text's tokens with the end token, and their character ranges; a token without characters has an empty
     range, the end token one character after the text."""
-    found: Any = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
-    tokens, end = begun(tokenizer, found["input_ids"]), tokenizer.eos_token_id
-    front = [(0, 0)] * (len(tokens) - len(found["input_ids"]))
-    spans_T = np.array([*front, *found["offset_mapping"], (0, 0)], np.int64)[: len(tokens)]
+    encoded: Any = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+    tokens, end = begun(tokenizer, encoded["input_ids"]), tokenizer.eos_token_id
+    front = [(0, 0)] * (len(tokens) - len(encoded["input_ids"]))
+    spans_T = np.array([*front, *encoded["offset_mapping"], (0, 0)], np.int64)[: len(tokens)]
     if tokens[-1:] != [end]:
         tokens.append(end)  # pyright: ignore[reportArgumentType] - texts need one
         spans_T = np.append(spans_T, [[0, 0]], 0)

@@ -67,8 +67,8 @@ def picture(seed: int, index: int) -> Picture:
     image.save(file, "PNG")
     answer = color if question == "What color?" else QUESTIONS[question][place]
     number = QUESTIONS[HOW_MANY][len(boxes) - 1]
-    said = [number, color, *([answer] if question == WHERE else [])]
-    return Picture(file.getvalue(), question, answer, ",".join(said))
+    words = [number, color, *([answer] if question == WHERE else [])]
+    return Picture(file.getvalue(), question, answer, ",".join(words))
 
 
 Box = tuple[int, int, int]
@@ -108,9 +108,9 @@ def open_shapes(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> Pro
     """Return the rows of the task, with what training on texts, pairs and labels reads as well."""
 
     def row(index: int) -> PromptRow:
-        shown = picture(seed, index)
-        answered = rows.example(shown.answer, shown.wrong, index, data)
-        record = {data.prompt_field: shown.question, IMAGE: shown.png} | answered
+        shapes = picture(seed, index)
+        answered = rows.example(shapes.answer, shapes.wrong, index, data)
+        record = {data.prompt_field: shapes.question, IMAGE: shapes.png} | answered
         return rows.read(record, index, f"{DRAWN_SHAPES}, picture {index}", data)
 
     identity = {"source": DRAWN_SHAPES, "seed": seed}

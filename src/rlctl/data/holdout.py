@@ -83,40 +83,42 @@ def _read(source: PromptSource, index: int, columns: Collection[str] | None) -> 
     if not row.prompt:  # of an environment that begins by itself
         return index
     messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-    shown = [{key: value for key, value in one.items() if key != IMAGES} for one in messages]
+    stripped = [{key: value for key, value in message.items() if key != IMAGES} for message in messages]
     fields = {key: row.fields.get(key) for key in (row.fields if columns is None else columns)}
     images = tuple((image.place, image.data) for image in row.images)
-    return json.dumps(_squeezed([shown, fields]), sort_keys=True, default=str), images
+    return json.dumps(_squeezed([stripped, fields]), sort_keys=True, default=str), images
 
 
 def _squeezed(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _squeezed(one) for key, one in value.items()}
+        return {str(key): _squeezed(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_squeezed(one) for one in value]
+        return [_squeezed(item) for item in value]
     return " ".join(value.split()) if isinstance(value, str) else value
 
 
 def _fitting(order_G: np.ndarray, sizes_G: np.ndarray, count: int) -> list[int]:
     """Return prompts in the given order whose rows number at most `count`."""
-    found, room = list[int](), count
+    fitting, room = list[int](), count
     for group in order_G:
         if sizes_G[group] <= room:
-            found.append(int(group))
+            fitting.append(int(group))
             room -= int(sizes_G[group])
         if not room:
             break
-    return found
+    return fitting
 
 
 def validation_data(data: DataConfig, validation: ValidationData) -> DataConfig:
     """Return validation data settings, by default training's."""
-    own = {name: value for name, value in validation.model_dump().items() if value is not None and name != "params"}
+    overrides = {
+        name: value for name, value in validation.model_dump().items() if value is not None and name != "params"
+    }
     names = ((name or "").split(":") for name in (data.name, validation.name or data.name))
-    task, wanted = (name[1:2] if name[0] + ":" == GYM_PREFIX else None for name in names)
+    task, wanted_task = (name[1:2] if name[0] + ":" == GYM_PREFIX else None for name in names)
     trained = {key: value for key, value in data.params.items() if key not in ("seed", "size")}
-    params = (trained if task == wanted else {}) | validation.params
-    return data.model_copy(update={**own, "params": params, "size": None})
+    params = (trained if task == wanted_task else {}) | validation.params
+    return data.model_copy(update={**overrides, "params": params, "size": None})
 
 
 def open_validation(

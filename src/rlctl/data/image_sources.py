@@ -72,9 +72,9 @@ class ImageSource:
             with open(self.place, "rb") as file:
                 return self._within(file.read(self.limits.bytes + 1))
         except OSError as error:
-            why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+            reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
             raise InputError(
-                f"{self.where}: {why}.", "Paths are relative to the data file, or to data.image_folder."
+                f"{self.where}: {reason}.", "Paths are relative to the data file, or to data.image_folder."
             ) from error
 
     def size(self) -> tuple[int, int]:
@@ -117,9 +117,9 @@ class ImageSource:
         except Image.DecompressionBombError as error:
             raise self._too_large(f"far more than {self.limits.pixels:,} pixels") from error
         except UnidentifiedImageError as error:
-            what = "is empty" if not data else "is not an image that PIL can read"
+            problem = "is empty" if not data else "is not an image that PIL can read"
             self._forget()
-            raise InputError(f"{self.where}: it {what}.", "Write it as PNG, JPEG or WebP.") from error
+            raise InputError(f"{self.where}: it {problem}.", "Write it as PNG, JPEG or WebP.") from error
         except _DAMAGED as error:
             raise self._broken(error) from error
         if image.width * image.height > self.limits.pixels:
@@ -209,8 +209,8 @@ def image_source(value: Any, where: str, folder: Path, limits: ImageLimits = Ima
         if len(value) > _LONGEST_PATH or (_looks_encoded(value) and not path.is_file()):
             return ImageSource(where, data=_from_base64(value, where), limits=limits)
         return ImageSource(f"{where}, {value}", place=str(path), limits=limits)
-    if (held := saved(value)) is not None:
-        return ImageSource(where, data=held, limits=limits)
+    if (file_source := saved(value)) is not None:
+        return ImageSource(where, data=file_source, limits=limits)
     raise InputError(f"{where}: an image is of type {type(value).__name__}.", _FORMS)
 
 
@@ -225,8 +225,8 @@ def saved(value: Any) -> bytes | None:
     if not of_pil(value):
         return None
     file, kind = io.BytesIO(), "PNG" if value.mode in _PNG_MODES else "TIFF"
-    shown = value.convert("RGB") if value.mode in _UNSAVED else value
-    shown.save(file, format=kind)
+    converted = value.convert("RGB") if value.mode in _UNSAVED else value
+    converted.save(file, format=kind)
     return file.getvalue()
 
 

@@ -65,29 +65,29 @@ class ImageProcessor:
         """Tokens that stand for images, sound or video: a completion with one would be taken for an input."""
         kinds = ("image", "video", "audio", "boi", "eoi", "boa", "eoa", "context_image", "start_image", "end_image",
                  "vision_start", "vision_end", "fake_image", "global_image")  # fmt: skip
-        tokenizer, known = self.processor.tokenizer, set[int]()
+        tokenizer, token_ids = self.processor.tokenizer, set[int]()
         for holder in (self.processor, tokenizer):
-            named = (getattr(holder, f"{kind}_token", None) for kind in kinds)
-            texts = [str(one) for one in named if one is not None]
-            known |= {tokenizer.convert_tokens_to_ids(one) for one in texts}
-        special = {token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
-        known |= {*self.expansion((32, 32))} & special
+            attributes = (getattr(holder, f"{kind}_token", None) for kind in kinds)
+            texts = [str(text) for text in attributes if text is not None]
+            token_ids |= {tokenizer.convert_tokens_to_ids(text) for text in texts}
+        special = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special}
+        token_ids |= {*self.expansion((32, 32))} & special
         unknown = {None, tokenizer.unk_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-        return tuple(sorted(known - unknown))
+        return tuple(sorted(token_ids - unknown))
 
     def rgb(self, image: Image) -> np.ndarray:
         """Return an image of PIL as uint8 [height, width, 3], converted from other modes as the processor does."""
         converts = getattr(self.processor.image_processor, "convert_to_rgb", None)
-        found = converts(image) if converts is not None else image
-        return np.array(found if found.mode == "RGB" else found.convert("RGB"))
+        converted = converts(image) if converts is not None else image
+        return np.array(converted if converted.mode == "RGB" else converted.convert("RGB"))
 
     def read(self, source: ImageSource) -> np.ndarray:
         """Return an image of a row as `rgb` gives it. Raises InputError that names the row."""
-        found = self._read.pop(source, None)
-        self._read[source] = found = self.rgb(source.decoded()) if found is None else found
+        decoded = self._read.pop(source, None)
+        self._read[source] = decoded = self.rgb(source.decoded()) if decoded is None else decoded
         while len(self._read) > 1 and sum(image.nbytes for image in self._read.values()) > KEPT_BYTES:
             self._read.popitem(last=False)
-        return found
+        return decoded
 
     def expansion(self, size: tuple[int, int], where: str = "an image") -> tuple[int, ...]:
         """Return the tokens that stand for an image of (height, width). Raises InputError for a size that the processor
@@ -124,7 +124,9 @@ class ImageProcessor:
             number, size = next(images)
             expanded = self.expansion(size, where)
             at = expanded.index(placeholder) if placeholder in expanded else 0
-            pieces += [Piece(one, (placeholder,) if place == at else (), number) for place, one in enumerate(expanded)]
+            pieces += [
+                Piece(token, (placeholder,) if place == at else (), number) for place, token in enumerate(expanded)
+            ]
         for first, second, merged in self._merges:
             pieces = joined(pieces, first, second, merged)
         return [piece.token for piece in pieces], _places(pieces, len(sizes))
@@ -136,8 +138,8 @@ class ImageProcessor:
         not expand twice."""
         sizes = [(int(image.shape[0]), int(image.shape[1])) for image in images]
         expanded, places = self.layout(tokens, sizes, where)
-        found = zip(images, places, strict=True)
-        return expanded, tuple(MediaPart(IMAGE, one, at.start, at.tokens, at.written) for one, at in found)
+        placed = zip(images, places, strict=True)
+        return expanded, tuple(MediaPart(IMAGE, source, at.start, at.tokens, at.written) for source, at in placed)
 
     def pixels(self, images: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
         made = self._processed(images, return_tensors="pt")
@@ -156,9 +158,9 @@ class ImageProcessor:
     def _processed(self, images: Sequence[np.ndarray], **options: Any) -> Any:
         from PIL import Image
 
-        shown = [Image.fromarray(image) for image in images]
-        text = self.placeholder * len(shown)
-        return self.processor(text=[text], images=[shown], add_special_tokens=False, **options)
+        inputs = [Image.fromarray(image) for image in images]
+        text = self.placeholder * len(inputs)
+        return self.processor(text=[text], images=[inputs], add_special_tokens=False, **options)
 
 
 def line_merges(one: int, two: int, three: int, four: int) -> list[tuple[int, int, int]]:
@@ -178,16 +180,16 @@ class Piece:
 def joined(pieces: list[Piece], first: int, second: int, merged: int) -> list[Piece]:
     """Return pieces with each pair that touches an image merged into one token of that image. Pairs of text stay: the
     model may have sampled them."""
-    found: list[Piece] = []
+    result: list[Piece] = []
     for piece in pieces:
-        before = found[-1] if found else None
+        before = result[-1] if result else None
         of_image = before is not None and (before.image, piece.image) != (None, None)
         if before is not None and of_image and (before.token, piece.token) == (first, second):
             image = piece.image if before.image is None else before.image
-            found[-1] = Piece(merged, before.written + piece.written, image)
+            result[-1] = Piece(merged, before.written + piece.written, image)
         else:
-            found.append(piece)
-    return found
+            result.append(piece)
+    return result
 
 
 def _places(pieces: list[Piece], images: int) -> list[Place]:
@@ -196,7 +198,7 @@ def _places(pieces: list[Piece], images: int) -> list[Place]:
         if piece.image is not None:
             of_images[piece.image].append(at)
     written = [tuple(token for at in places for token in pieces[at].written) for places in of_images]
-    return [Place(places[0], len(places), own) for places, own in zip(of_images, written, strict=True)]
+    return [Place(places[0], len(places), pixels) for places, pixels in zip(of_images, written, strict=True)]
 
 
 @lru_cache(maxsize=4)

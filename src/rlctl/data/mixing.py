@@ -38,23 +38,23 @@ def source_settings(config: RlctlConfig) -> tuple[SourceSettings, ...]:
     shared_reward = rollouts.reward if (rollouts := config.rollout_settings) else RewardConfig()
     if not config.data.sources:
         return (SourceSettings("", 1.0, config.data, shared_reward),)
-    named = Counter(source.name for source in config.data.sources)
+    name_counts = Counter(source.name for source in config.data.sources)
     seen: Counter[str] = Counter()
-    found, weighted = [], any(source.weight is not None for source in config.data.sources)
+    settings, weighted = [], any(source.weight is not None for source in config.data.sources)
     for source in config.data.sources:
         seen[source.name] += 1
-        label = f"{source.name} #{seen[source.name]}" if named[source.name] > 1 else source.name
-        own = {key: value for key, value in source if key not in NOT_OF_DATA and value is not None}
+        label = f"{source.name} #{seen[source.name]}" if name_counts[source.name] > 1 else source.name
+        source_values = {key: value for key, value in source if key not in NOT_OF_DATA and value is not None}
         if not source.name.startswith(GYM_PREFIX):
-            own.setdefault("params", {})  # `data.params` are for the tasks among the sources
+            source_values.setdefault("params", {})  # `data.params` are for the tasks among the sources
         shared = config.data.model_dump(exclude={"sources", "name"})
-        data = type(config.data).model_validate({**shared, "name": source.name, **own})
-        reward, given = shared_reward, source.reward
-        if given is not None:
-            reward = RewardConfig(terms=given.terms, extract=given.extract, timeout_s=reward.timeout_s)
+        data = type(config.data).model_validate({**shared, "name": source.name, **source_values})
+        reward, source_reward = shared_reward, source.reward
+        if source_reward is not None:
+            reward = RewardConfig(terms=source_reward.terms, extract=source_reward.extract, timeout_s=reward.timeout_s)
         weight = (source.weight or 1.0) if weighted else None
-        found.append(SourceSettings(label, weight, data, reward))
-    return tuple(found)
+        settings.append(SourceSettings(label, weight, data, reward))
+    return tuple(settings)
 
 
 class Mixing:
@@ -68,9 +68,9 @@ class Mixing:
     def of(cls, weights: Sequence[float | None], sizes: Sequence[int]) -> Mixing:
         """Return the turns of sources with weights, or without any by their sizes."""
         if any(weight is None for weight in weights):
-            found = cls.__new__(cls)
-            found._begin([size // gcd(*sizes) for size in sizes])
-            return found
+            mixture = cls.__new__(cls)
+            mixture._begin([size // gcd(*sizes) for size in sizes])
+            return mixture
         return cls([weight for weight in weights if weight is not None])
 
     def _begin(self, parts: list[int]) -> None:

@@ -34,11 +34,11 @@ class OpenedThought:
     @classmethod
     def of(cls, prompt: str) -> OpenedThought | None:
         """Return the tag that a prompt ends with; None: it opens nothing."""
-        if (found := _OPENS.search(prompt)) is None:
+        if (match := _OPENS.search(prompt)) is None:
             return None
-        tag = found[1]
+        tag = match[1]
         closing = tag.replace("START_", "END_") if tag.startswith("<|") else f"{tag[0]}/{tag[1:]}"
-        return cls(found[0], tag, closing)
+        return cls(match[0], tag, closing)
 
     def continuation(self, content: str) -> str | None:
         """Return the text behind the opening tag of an answer that brings it or closes what it has not opened; None:
@@ -53,7 +53,7 @@ class OpenedThought:
 def in_opened_thoughts(
     encoder: PromptEncoder,
     prompt: Messages,
-    said: Messages,
+    answer: Messages,
     where: str,
     *,
     all_begin: bool = False,
@@ -63,7 +63,7 @@ def in_opened_thoughts(
     prompts open, where they continue it. `all_begin`: answers without tags do, too; `strict`: raises InputError where
     the template writes them elsewhere."""
     written = list(prompt)
-    for message in said:
+    for message in answer:
         tagged = message["role"] == "assistant" and (all_begin or _TAG.search(message["content"]))
         if tagged and not any(message.get(name) for name in THOUGHTS):
             message = _begun(encoder, written, message, where, all_begin=all_begin, strict=strict)
@@ -71,9 +71,9 @@ def in_opened_thoughts(
     return written[len(prompt) :]
 
 
-def begins_in_thought(encoder: PromptEncoder, prompt: Messages, said: Messages, where: str) -> bool:
+def begins_in_thought(encoder: PromptEncoder, prompt: Messages, answer: Messages, where: str) -> bool:
     """Return whether the first message of a completion continues the thought that the prompt opens."""
-    first = said[0]
+    first = answer[0]
     if not (_TAG.search(first["content"]) or any(first.get(name) for name in THOUGHTS)):
         return False
     opened = OpenedThought.of(encoder.render(prompt, where))
@@ -91,40 +91,40 @@ def _begun(
     rest = opened.continuation(content)
     if rest is None and not all_begin:
         return message
-    wanted = encoder.hidden(content if rest is None else rest)
+    opening = encoder.hidden(content if rest is None else rest)
 
-    def behind(one: Message) -> str | None:
-        whole = encoder.render([*before, one], where, answered=True)
+    def behind(form: Message) -> str | None:
+        whole = encoder.render([*before, form], where, answered=True)
         return whole.removeprefix(prompt) if whole.startswith(prompt) else None
 
-    given = behind(message)
-    if given is not None and (rest is None or squeezed(given).startswith(squeezed(wanted))):
+    thought = behind(message)
+    if thought is not None and (rest is None or squeezed(thought).startswith(squeezed(opening))):
         return message
-    fitting = [*_fitting(behind, opened, message, wanted)]
+    fitting = [*_fitting(behind, opened, message, opening)]
     if not fitting and strict and rest is not None:
         raise InputError(
             f"{where}: message {len(before) + 1} continues the thought that the prompt opens with {opened.tag}, and "
             "the chat template does not write it there.",
             "Give another with --chat-template, or leave the row out.",
         )
-    return min(fitting, key=lambda one: one[0])[1] if fitting else message
+    return min(fitting, key=lambda fit: fit[0])[1] if fitting else message
 
 
 def _fitting(
-    behind: Callable[[Message], str | None], opened: OpenedThought, message: Message, wanted: str
+    behind: Callable[[Message], str | None], opened: OpenedThought, message: Message, opening: str
 ) -> Iterator[tuple[bool, Message]]:
     """Yield forms of a message that the template writes behind its prompt, and whether with other white space."""
-    thought, closing, answer = wanted.partition(opened.closing)
-    forms = [{"content": opened.text + wanted}]
+    thought, closing, answer = opening.partition(opened.closing)
+    forms = [{"content": opened.text + opening}]
     for name in THOUGHTS if closing else ():
         forms += [
             {"content": answer, name: thought},
             {"content": answer.lstrip("\n"), name: thought.strip("\n")},
         ]
     for form in forms:
-        one = {**message, **form}
-        if (text := behind(one)) is not None and squeezed(text).startswith(squeezed(wanted)):
-            yield not text.startswith(wanted), one
+        candidate = {**message, **form}
+        if (text := behind(candidate)) is not None and squeezed(text).startswith(squeezed(opening)):
+            yield not text.startswith(opening), candidate
 
 
 def squeezed(text: str) -> str:

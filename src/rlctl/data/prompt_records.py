@@ -61,32 +61,32 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
     return with_images(PromptRow(index, where, checked_prompt(value, name, where), answer, fields), record, data)
 
 
-def _answer_in(record: Mapping[str, Any], named: str) -> Any:
+def _answer_in(record: Mapping[str, Any], path: str) -> Any:
     """Return the reference answer in field `named`, or `outer.inner`. Without a named field and without `answer`, rows
     with `reward_model` have it there."""
-    return value_of(record, GRADED if named == ANSWER and record.get(ANSWER) is None else named)
+    return value_of(record, GRADED if path == ANSWER and record.get(ANSWER) is None else path)
 
 
-def value_of(record: Mapping[str, Any], named: str) -> Any:
+def value_of(record: Mapping[str, Any], path: str) -> Any:
     """Return the value of a field, or of a field of a field with a dot between; None: there is none."""
-    if named in record:
-        return record[named]
-    outer, _, inner = named.partition(".")
+    if path in record:
+        return record[path]
+    outer, _, inner = path.partition(".")
     value = record.get(outer)
     return value.get(inner) if inner and isinstance(value, Mapping) else None
 
 
-def has_field(present: Collection[str], named: str) -> bool:
+def has_field(present: Collection[str], path: str) -> bool:
     """Return whether there is a field of this name, or one that may hold it, with a dot between."""
-    return named in present or ("." in named and named.partition(".")[0] in present)
+    return path in present or ("." in path and path.partition(".")[0] in present)
 
 
 def matched(answer: Any, data: DataConfig) -> Any:
     """Return the part of an answer that `data.answer_pattern` takes out of its text; else the answer as it is."""
     if data.answer_pattern is None or not isinstance(answer, str):
         return answer
-    found = re.search(data.answer_pattern, answer, re.DOTALL)
-    return (found[1] or "" if found else answer).strip()
+    match = re.search(data.answer_pattern, answer, re.DOTALL)
+    return (match[1] or "" if match else answer).strip()
 
 
 def _final_number(answer: Any) -> Any:
@@ -116,22 +116,24 @@ def _asked_in_gym(params: Any, where: str) -> Any:
         params = from_json(params)
     except ValueError as error:
         raise InputError(f"{where}: the field {GYM!r} is not JSON ({error}).") from error
-    asked = params.get("input") if isinstance(params, Mapping) else None
-    if not isinstance(asked, Sequence) or isinstance(asked, str):
-        return asked
+    turns = params.get("input") if isinstance(params, Mapping) else None
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
+        return turns
     messages = []
-    for one in (one for one in asked if isinstance(one, Mapping) and "role" in one):  # calls of tools have no role
-        content = one.get("content")
+    for message in turns:
+        if not isinstance(message, Mapping) or "role" not in message:
+            continue  # calls of tools have no role
+        content = message.get("content")
         if isinstance(content, Sequence) and not isinstance(content, str):
             content = [part | {"type": "text"} if part.get("type") == "input_text" else part for part in content]
-        messages.append({"role": one["role"], "content": content})
+        messages.append({"role": message["role"], "content": content})
     return messages
 
 
-def prompt_field_in(present: Collection[str], named: str) -> str:
+def prompt_field_in(present: Collection[str], path: str) -> str:
     """Return the prompt's field: `messages` or NeMo Gym's if none is named and there is no `prompt`."""
-    others = [one for one in (MESSAGES, GYM) if one in present]
-    return others[0] if named == PROMPT and PROMPT not in present and others else named
+    others = [layout for layout in (MESSAGES, GYM) if layout in present]
+    return others[0] if path == PROMPT and PROMPT not in present and others else path
 
 
 def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None:
@@ -171,8 +173,12 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     if isinstance(value, str) and value.strip():
         return value
     if not value or isinstance(value, str) or not isinstance(value, Sequence):
-        found = "empty" if value is None or isinstance(value, str | Sequence) else f"of type {type(value).__name__}"
-        raise InputError(f"{where}: field {field_name!r} is {found}.", "It must be a text or a list of chat messages.")
+        description = (
+            "empty" if value is None or isinstance(value, str | Sequence) else f"of type {type(value).__name__}"
+        )
+        raise InputError(
+            f"{where}: field {field_name!r} is {description}.", "It must be a text or a list of chat messages."
+        )
     messages = checked_messages(value, field_name, where)
     if messages[-1]["role"] == "assistant":  # a chat template would begin another answer after it
         raise InputError(
@@ -189,29 +195,29 @@ def checked_messages(value: Any, field_name: str, where: str) -> Messages:
         raise InputError(
             f"{where}: field {field_name!r} is not a list of chat messages.", "It has at least one message."
         )
-    return [_message(one, field_name, where) | _calls(one, where) for one in value]
+    return [_message(message, field_name, where) | _calls(message, where) for message in value]
 
 
 def _calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a message's OpenAI calls, with arguments as an object or as its JSON text. Raises InputError for other
     forms."""
-    found: dict[str, Any] = {key: message[key] for key in ("tool_call_id", "name") if message.get(key)}
+    fields: dict[str, Any] = {key: message[key] for key in ("tool_call_id", "name") if message.get(key)}
     if not (listed := _listed_calls(message)):
-        return found
+        return fields
     try:
         listed = from_json(listed)
         names = [{"id": call["id"]} if call.get("id") else {} for call in listed]
         functions = [call.get("function", call) for call in listed]
-        given = [(one["name"], one.get("arguments") or {}) for one in functions]
-        parsed = [(name, held, dict(from_json(held))) for name, held in given]
+        arguments = [(function["name"], function.get("arguments") or {}) for function in functions]
+        parsed = [(name, raw, dict(from_json(raw))) for name, raw in arguments]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{where}: `tool_calls` of a message is not a list of calls.",
             'A call is {"type": "function", "function": {"name": ..., "arguments": {...}}}.',
         ) from error
-    functions = [{"name": name, "arguments": held if isinstance(held, str) else read} for name, held, read in parsed]
-    calls = [{"type": "function", "function": one} | name for one, name in zip(functions, names, strict=True)]
-    return found | {"tool_calls": calls}
+    functions = [{"name": name, "arguments": raw if isinstance(raw, str) else read} for name, raw, read in parsed]
+    calls = [{"type": "function", "function": function} | name for function, name in zip(functions, names, strict=True)]
+    return fields | {"tool_calls": calls}
 
 
 def _listed_calls(message: Mapping[str, Any]) -> Any:
@@ -268,8 +274,8 @@ def _difficulty(row: PromptRow, path: str) -> float:
             hint = suggest(name, names) or f"There are {', '.join(names) or 'no fields'}."
             raise InputError(f"{row.where}: no field {path!r} (data.difficulty_field).", hint)
         value = value[name]
-    found = _NUMBERS.findall(value) if isinstance(value, str) else [value]
-    number = found[0] if len(found) == 1 and not isinstance(value, bool) else None
+    numbers = _NUMBERS.findall(value) if isinstance(value, str) else [value]
+    number = numbers[0] if len(numbers) == 1 and not isinstance(value, bool) else None
     if isinstance(number, str | Real | Decimal) and math.isfinite(float(number)):
         return float(number)
     raise InputError(

@@ -44,7 +44,7 @@ class PromptRow:
         """The tools that a conversation may call, as templates take them. Raises InputError for anything else."""
         try:
             tools = from_json(self.fields.get(TOOLS) or [])
-            tools = [from_json(one) for one in tools] if isinstance(tools, Sequence) else tools
+            tools = [from_json(tool) for tool in tools] if isinstance(tools, Sequence) else tools
         except ValueError as error:
             raise InputError(f"{self.where}: the field {TOOLS!r} is not JSON.", "Write a list of tools.") from error
         if isinstance(tools, str) or not isinstance(tools, Sequence) or not all(isinstance(o, Mapping) for o in tools):
@@ -67,8 +67,8 @@ class PromptRow:
         """The prompt as one text: of messages, the last that is the user's. An environment may begin without any."""
         if isinstance(self.prompt, str):
             return self.prompt
-        asked = [m["content"] for m in self.prompt if m["role"] == "user"]
-        return without_marks((asked or [m["content"] for m in self.prompt] or [""])[-1])
+        questions = [m["content"] for m in self.prompt if m["role"] == "user"]
+        return without_marks((questions or [m["content"] for m in self.prompt] or [""])[-1])
 
     @property
     def images(self) -> tuple[ImageSource, ...]:

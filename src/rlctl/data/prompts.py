@@ -54,8 +54,8 @@ def open_prompts(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> Pr
         )
     if name == DRAWN_SHAPES:
         return open_shapes(data, seed, rows)
-    found = _found(name, data)
-    return of_files(name, found, data, rows) if isinstance(found, list) else of_dataset(name, found, data, rows)
+    files = _found(name, data)
+    return of_files(name, files, data, rows) if isinstance(files, list) else of_dataset(name, files, data, rows)
 
 
 def open_episodes(environment: str, size: int | None) -> PromptSource:
@@ -85,8 +85,10 @@ def shows_images(data: DataConfig) -> bool:
     if not name or name.startswith(GYM_PREFIX):
         return False
     try:
-        found = _found(name, data)
-        first = islice((one for _, one in records_of(found)) if isinstance(found, list) else _rows(found), LOOKED_AT)
+        files = _found(name, data)
+        first = islice(
+            (record for _, record in records_of(files)) if isinstance(files, list) else _rows(files), LOOKED_AT
+        )
         return any(map(holds_images, first))
     except (InputError, MachineError, OSError, ValueError):
         return False
@@ -163,8 +165,10 @@ def _loaded(name: str, data: DataConfig) -> list[Path] | Dataset:
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # `datasets` raises these for an unknown name, split or configuration, and for a hub out of reach
         if isinstance(error, ConnectionError):
-            why = f"Dataset {name!r} (split {data.split!r}): no file or directory here, {UNREACHED}"
-            raise AbsentError(why, f"{download_of(name)} fetches it where the hub can be reached; {LOCAL}") from error
+            reason = f"Dataset {name!r} (split {data.split!r}): no file or directory here, {UNREACHED}"
+            raise AbsentError(
+                reason, f"{download_of(name)} fetches it where the hub can be reached; {LOCAL}"
+            ) from error
         raise InputError(
             f"Dataset {name!r} (split {data.split!r}) could not be loaded: {first_line(error.__cause__ or error)}",
             "--data takes reasoning-gym:<task>, drawn-shapes, a JSON, CSV or Parquet file, a folder, or a Hugging Face "
@@ -195,10 +199,10 @@ def open_gym(name: str, data: DataConfig, seed: int, row_type: RowType = PROMPTS
     if task_name not in registry:
         near = suggest(task_name, registry) or f"Some are {', '.join(sorted(registry)[:8])}."
         raise InputError(f"reasoning-gym has no task {task_name!r} (--data).", near)
-    known = [field.name for field in dataclasses.fields(registry[task_name][1])]
+    fields = [field.name for field in dataclasses.fields(registry[task_name][1])]
     for key in params:
-        if key not in known:
-            near = suggest(key, known) or f"It has {', '.join(known)}."
+        if key not in fields:
+            near = suggest(key, fields) or f"It has {', '.join(fields)}."
             raise InputError(
                 f"reasoning-gym task {task_name!r} has no parameter {key!r} (data.params).",
                 f"{near} Parameters of a preset's task are cleared with --set data.params={{}}.",

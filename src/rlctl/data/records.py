@@ -55,8 +55,8 @@ def read_records(path: Path, choose: Choose = no_columns) -> Records:
         with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
             yield from READERS[kind](path, file)
     except UnicodeDecodeError as error:
-        why = f"{path}: not text in UTF-8 ({error.reason})."
-        raise InputError(why, f"`file {path}` tells its encoding; iconv -f ENCODING -t UTF-8 changes it.") from error
+        reason = f"{path}: not text in UTF-8 ({error.reason})."
+        raise InputError(reason, f"`file {path}` tells its encoding; iconv -f ENCODING -t UTF-8 changes it.") from error
     except _DAMAGED as error:
         raise InputError(f"{path} is damaged: {first_line(error)}.", "Copy it again.") from error
 
@@ -85,8 +85,8 @@ def is_file_name(name: str) -> bool:
     path = Path(name)
     kind = suffix_of(path)
     if not kind and path.is_file():
-        known = f"Known are {', '.join(FILE_SUFFIXES)}, also with {', '.join(OPENERS)}."
-        raise InputError(f"{name}: unknown kind of data file.", known)
+        formats = f"Known are {', '.join(FILE_SUFFIXES)}, also with {', '.join(OPENERS)}."
+        raise InputError(f"{name}: unknown kind of data file.", formats)
     if not kind and name.startswith((".", "/")) and not Path(folder_in(name)[0]).exists():
         raise InputError(f"--data {name}: there is no such file or directory.", "Check the path.")
     if kind and path.is_dir():
@@ -110,15 +110,15 @@ def files_in(folder: str, configuration: str, split: str) -> list[Path] | None:
     if not Path(folder).is_dir():
         return None
     builder = datasets.load_dataset_builder(folder, configuration or None)
-    found = {str(key): [Path(file) for file in files] for key, files in (builder.config.data_files or {}).items()}
+    data_files = {str(key): [Path(file) for file in files] for key, files in (builder.config.data_files or {}).items()}
     tables = builder.name in FOLDERS_OF_TABLES
-    described = any(file.stem == METADATA and suffix_of(file) for files in found.values() for file in files)
+    described = any(file.stem == METADATA and suffix_of(file) for files in data_files.values() for file in files)
     if not tables and not described:
         return None
-    if split not in found:
-        hint = suggest(split, found) or f"It has {', '.join(found)}; choose with --set data.split=..."
+    if split not in data_files:
+        hint = suggest(split, data_files) or f"It has {', '.join(data_files)}; choose with --set data.split=..."
         raise InputError(f"The folder {folder} has no split {split!r}.", hint)
-    files = [file for file in found[split] if tables or (file.stem == METADATA and suffix_of(file))]
+    files = [file for file in data_files[split] if tables or (file.stem == METADATA and suffix_of(file))]
     if unread := next((file for file in files if not suffix_of(file)), None):
         raise InputError(
             f"{unread}: files of this kind are not read.", "Unpack it, or save the dataset in another form."
@@ -128,11 +128,11 @@ def files_in(folder: str, configuration: str, split: str) -> list[Path] | None:
 
 def digest_of(files: Collection[Path]) -> str:
     """Return the SHA-256 of a file, or of the names and digests of several."""
-    found = []
+    digests = []
     for path in files:
         with path.open("rb") as file:
-            found.append((path.name, hashlib.file_digest(file, "sha256").hexdigest()))
-    return found[0][1] if len(found) == 1 else hashlib.sha256(json.dumps(found).encode()).hexdigest()
+            digests.append((path.name, hashlib.file_digest(file, "sha256").hexdigest()))
+    return digests[0][1] if len(digests) == 1 else hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def _json_lines(path: Path, file: IO[bytes]) -> Records:
@@ -149,8 +149,8 @@ def json_object(line: bytes, where: str) -> dict[str, Any]:
         if re.search(rb"\\u[dD]", line):  # one half of a pair of these is no character
             json.dumps(record, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
-        why = f"{where}: not JSON in UTF-8 ({error.reason})."
-        raise InputError(why, "`file FILE` tells its encoding; iconv -f ENCODING -t UTF-8 changes it.") from error
+        reason = f"{where}: not JSON in UTF-8 ({error.reason})."
+        raise InputError(reason, "`file FILE` tells its encoding; iconv -f ENCODING -t UTF-8 changes it.") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not JSON ({error}).", ONE_OBJECT) from error
     if not isinstance(record, dict):
@@ -162,7 +162,7 @@ def _json(path: Path, file: IO[bytes]) -> Records:
     """Yield the objects of a list, or the only object; a .json file may also have one object a line."""
     text = file.read().strip()
     try:
-        held = json.loads(text)
+        document = json.loads(text)
     except UnicodeDecodeError:
         raise
     except (ValueError, RecursionError) as error:
@@ -171,7 +171,7 @@ def _json(path: Path, file: IO[bytes]) -> Records:
         yield from _json_lines(path, io.BytesIO(text))
         return
     escaped = re.search(rb"\\u[dD]", text)
-    for index, record in enumerate(held if isinstance(held, list) else [held]):
+    for index, record in enumerate(document if isinstance(document, list) else [document]):
         where = f"{path}, row {index}"
         if not isinstance(record, dict):
             raise InputError(f"{where}: not a JSON object.", "The file must hold a list of objects.")
@@ -248,15 +248,19 @@ def _reader(kind: Any, name: str, drops: bool) -> Callable[[Any], Any] | None:
         return lambda value: float(str(narrow(value)))
     if types.is_map(kind):
         item = _reader(kind.item_type, name, drops)
-        return lambda pairs: {key: one if item is None or one is None else item(one) for key, one in pairs}
+        return lambda pairs: {key: value if item is None or value is None else item(value) for key, value in pairs}
     if types.is_struct(kind):
         fields = {field.name: _reader(field.type, field.name, drops) for field in kind}
         if not drops and not any(fields.values()):
             return None
-        return lambda held: _object(held, fields, drops)
+        return lambda json_object: _object(json_object, fields, drops)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         item = _reader(kind.value_type, name, drops)
-        return None if item is None else lambda held: [None if one is None else item(one) for one in held]
+        return (
+            None
+            if item is None
+            else lambda json_list: [None if element is None else item(element) for element in json_list]
+        )
     return None
 
 
@@ -267,8 +271,8 @@ def _text_of_bytes(value: bytes) -> str | bytes:
         return value
 
 
-def _object(held: dict[str, Any], fields: dict[str, Callable[[Any], Any] | None], drops: bool) -> dict[str, Any]:
-    kept = {key: value for key, value in held.items() if not drops or value is not None}
+def _object(json_object: dict[str, Any], fields: dict[str, Callable[[Any], Any] | None], drops: bool) -> dict[str, Any]:
+    kept = {key: value for key, value in json_object.items() if not drops or value is not None}
     return {
         key: value if value is None or (read := fields[key]) is None else read(value) for key, value in kept.items()
     }
@@ -279,12 +283,14 @@ def with_file_names(record: dict[str, Any], path: Path) -> dict[str, Any]:
     if path.stem != METADATA:
         return record
     places = {"file_name": "image", "file_names": "images"}
-    shown: dict[str, Any] = {}
+    with_paths: dict[str, Any] = {}
     folder = path.parent.absolute()
     for name, column in places.items():
-        if (held := record.get(name)) and column not in record:
-            shown[column] = [str(folder / one) for one in held] if isinstance(held, list) else str(folder / str(held))
-    return {**record, **shown}
+        if (cell := record.get(name)) and column not in record:
+            with_paths[column] = (
+                [str(folder / path) for path in cell] if isinstance(cell, list) else str(folder / str(cell))
+            )
+    return {**record, **with_paths}
 
 
 READERS = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv}

@@ -66,8 +66,8 @@ class RowType(ABC):
     ) -> tuple[TrainedText, ...]:
         """Return a row's token sequences. `other`: another row if `needs_another`; `scored`: each sequence ends with a
         score."""
-        found = trained_texts(encoder, row, scored=scored)
-        return tuple(text.scored() for text in found) if scored else found
+        trained = trained_texts(encoder, row, scored=scored)
+        return tuple(text.scored() for text in trained) if scored else trained
 
 
 class PromptRows(RowType):
@@ -95,8 +95,8 @@ class TextRows(RowType):
     def texts(
         self, row: PromptRow, other: PromptRow | None, encoder: PromptEncoder, data: DataConfig, scored: bool
     ) -> tuple[TrainedText, ...]:
-        asked = data.trained_part
-        return trained_texts(encoder, row, everything=asked == "all", marked=asked == "marked")
+        part = data.trained_part
+        return trained_texts(encoder, row, everything=part == "all", marked=part == "marked")
 
 
 class PairRows(RowType):
@@ -110,7 +110,7 @@ class PairRows(RowType):
         are equal."""
         answer = str(dataset[index]["answer"])
         others = (str(dataset[(index + step) % len(dataset)]["answer"]) for step in range(1, LOOKED_AT))
-        if (other := next((one for one in others if one != answer), None)) is None:
+        if (other := next((candidate for candidate in others if candidate != answer), None)) is None:
             raise InputError(f"{where}: the next {LOOKED_AT} questions all have its answer.", "Choose another task.")
         return answer, other
 

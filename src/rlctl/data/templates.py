@@ -63,12 +63,12 @@ class PromptTemplate:
         try:
             return self._compiled.render(columns)
         except jinja2.UndefinedError as error:
-            why = f"{where}: data.prompt_template cannot be filled in: {error.message}."
-            raise InputError(why, columns_there(columns)) from error
+            reason = f"{where}: data.prompt_template cannot be filled in: {error.message}."
+            raise InputError(reason, columns_there(columns)) from error
         # A template is a program: what it computes with may be missing or zero.
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            why = f"{type(error).__name__}: {first_line(error)}"
-            raise InputError(f"{where}: data.prompt_template cannot be filled in: {why}.") from error
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise InputError(f"{where}: data.prompt_template cannot be filled in: {reason}.") from error
 
 
 def _json(
@@ -89,9 +89,9 @@ def template_of(data: DataConfig) -> PromptTemplate | None:
     if data.prompt_template is None:
         return None
     template = _template_of(data.prompt_template)
-    if shown := template.names & {ANSWER, data.answer_field}:
+    if fields := template.names & {ANSWER, data.answer_field}:
         raise InputError(
-            f"data.prompt_template names {min(shown)!r}, which is the reference answer: the model would be shown it.",
+            f"data.prompt_template names {min(fields)!r}, which is the reference answer: the model would be shown it.",
             "Leave it out; braces that are meant as text are written {{ '{...}' }}.",
         )
     return template

@@ -156,7 +156,7 @@ def _pair_from_record(record: Mapping[str, Any], index: int, where: str, data: D
     chosen, rejected = (_completion(record[name], name, where) for name in (CHOSEN, REJECTED))
     if not isinstance(chosen, str) and not isinstance(rejected, str) and chosen[0]["role"] != ASSISTANT:
         pairs = zip(chosen, rejected, strict=False)
-        shared = next((place for place, (one, other) in enumerate(pairs) if one != other), 0)
+        shared = next((place for place, (pair, other) in enumerate(pairs) if pair != other), 0)
         if shared == 0 or chosen[shared]["role"] != ASSISTANT or rejected[shared]["role"] != ASSISTANT:
             raise InputError(
                 f"{where}: {CHOSEN} and {REJECTED} are not two answers to the same messages.",
@@ -198,14 +198,18 @@ def _preferred(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _ranked(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     try:
-        found = sorted(record[RANKED], key=lambda one: one["rank"])
-        best, worst = found[0], found[-1]
+        ranked = sorted(record[RANKED], key=lambda completion: completion["rank"])
+        best, worst = ranked[0], ranked[-1]
         pair = {CHOSEN: best[COMPLETION], REJECTED: worst[COMPLETION]}
     except (TypeError, KeyError, IndexError) as error:
         raise InputError(
             f"{where}: {RANKED!r} is not a list of objects with `rank` and `{COMPLETION}`.", "Leave the row out."
         ) from error
-    if odd := [one["rank"] for one in found if isinstance(one["rank"], float) and not is_number(one["rank"])]:
+    if odd := [
+        completion["rank"]
+        for completion in ranked
+        if isinstance(completion["rank"], float) and not is_number(completion["rank"])
+    ]:
         raise InputError(f"{where}: the rank of a completion is {odd[0]!r}, which orders none.", "Leave the row out.")
     if best["rank"] == worst["rank"]:
         raise InputError(f"{where}: the completions have the same rank, so that none is preferred.", "Leave it out.")
@@ -231,10 +235,10 @@ def _completion(value: Any, field: str, where: str) -> Completion:
 
 def _messages(value: Any, field: str, where: str) -> Messages:
     value = decoded_messages(value, field, where)
-    found = checked_messages(value, field, where)
-    weights = ({WEIGHT: one[WEIGHT]} if one.get(WEIGHT) is not None else {} for one in value)
-    messages = [one | weight for one, weight in zip(found, weights, strict=True)]
-    if any(one.get(WEIGHT, 1) not in (0, 1) for one in messages):
+    checked = checked_messages(value, field, where)
+    weights = ({WEIGHT: message[WEIGHT]} if message.get(WEIGHT) is not None else {} for message in value)
+    messages = [message | weight for message, weight in zip(checked, weights, strict=True)]
+    if any(message.get(WEIGHT, 1) not in (0, 1) for message in messages):
         raise InputError(f"{where}: the `{WEIGHT}` of a message is neither 0 nor 1.", "Leave it out.")
     return messages
 
@@ -272,11 +276,11 @@ def trained_texts(
     written = _with_plain_answer if encoder.template is None else _with_marks if marked else _with_answers
     if scored and encoder.template is not None:
         written = partial(_with_answers, headed=True)
-    found = []
+    trained = []
     messages = encoder.messages(row)
-    for said in _told(encoder, row, messages, completions, marked=marked, strict=not scored):
-        read = [*messages, *_up_to_answer(said, marked=marked)]
-        text = written(encoder, messages, said, row.where)
+    for completion in _told(encoder, row, messages, completions, marked=marked, strict=not scored):
+        read = [*messages, *_up_to_answer(completion, marked=marked)]
+        text = written(encoder, messages, completion, row.where)
         encoder.require_written(read, row.where, answered=True)
         if everything:
             text.mask_T[1:] = True
@@ -285,8 +289,8 @@ def trained_texts(
         else:
             encoder.require_no_image(text.tokens_T.tolist(), row.where)
         encoder.require_known(text.tokens_T.tolist(), row.where)
-        found.append(text)
-    return tuple(found)
+        trained.append(text)
+    return tuple(trained)
 
 
 def _told(
@@ -300,36 +304,44 @@ def _told(
 ) -> list[Messages]:
     """Return the messages of completions without end tokens, behind the thought that the prompt opens where they
     continue it: both of a pair where one does."""
-    told = [encoder.without_end(_said(one)) for one in completions]
+    whole_completions = [encoder.without_end(_said(completion)) for completion in completions]
     if encoder.template is None:
-        return told
-    read = [_up_to_answer(one, marked=marked) for one in told]
-    begin = len(read) > 1 and any(one and begins_in_thought(encoder, prompt, one, row.where) for one in read)
-    placed = (in_opened_thoughts(encoder, prompt, one, row.where, all_begin=begin, strict=strict) for one in read)
-    return [[*one, *whole[len(one) :]] for one, whole in zip(placed, told, strict=True)]
+        return whole_completions
+    read = [_up_to_answer(completion, marked=marked) for completion in whole_completions]
+    begin = len(read) > 1 and any(
+        opening and begins_in_thought(encoder, prompt, opening, row.where) for opening in read
+    )
+    placed = (
+        in_opened_thoughts(encoder, prompt, opening, row.where, all_begin=begin, strict=strict) for opening in read
+    )
+    return [[*opening, *whole[len(opening) :]] for opening, whole in zip(placed, whole_completions, strict=True)]
 
 
 def _said(completion: Completion) -> Messages:
     return [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
 
 
-def _up_to_answer(said: Messages, *, marked: bool) -> Messages:
+def _up_to_answer(completion: Messages, *, marked: bool) -> Messages:
     """Return the messages of a completion that are in its text, which ends with the last answer."""
-    answers = (place for place, one in enumerate(said) if (one["role"] == ASSISTANT if marked else _has_loss(one)))
-    return said[: max(answers, default=-1) + 1]
+    answers = (
+        place
+        for place, message in enumerate(completion)
+        if (message["role"] == ASSISTANT if marked else _has_loss(message))
+    )
+    return completion[: max(answers, default=-1) + 1]
 
 
 def _expanded(encoder: PromptEncoder, text: TrainedText, messages: Messages, where: str) -> TrainedText:
     """Return a text with its images in their places; their tokens have no loss."""
-    shown = encoder.with_images(text.tokens_T.tolist(), messages, where)
-    mask_T, after = np.zeros(len(shown.tokens), bool), 0
+    expanded = encoder.with_images(text.tokens_T.tolist(), messages, where)
+    mask_T, after = np.zeros(len(expanded.tokens), bool), 0
     unexpanded = 0
-    for part in shown.media:
+    for part in expanded.media:
         kept = part.start - after
         mask_T[after : part.start] = text.mask_T[unexpanded : unexpanded + kept]
         unexpanded, after = unexpanded + kept + len(part.written), part.start + part.tokens
     mask_T[after:] = text.mask_T[unexpanded:]
-    return replace(text, tokens_T=np.array(shown.tokens, np.int32), mask_T=mask_T, media=shown.media)
+    return replace(text, tokens_T=np.array(expanded.tokens, np.int32), mask_T=mask_T, media=expanded.media)
 
 
 def whole_text(encoder: PromptEncoder, row: PromptRow) -> str:
@@ -339,11 +351,11 @@ def whole_text(encoder: PromptEncoder, row: PromptRow) -> str:
     encoder = encoder.telling(row)
     completions = (row.answer,) if isinstance(row.answer, str) else row.answer or ("",)
     messages = encoder.messages(row)
-    told = _told(encoder, row, messages, completions, strict=False)
+    whole_completions = _told(encoder, row, messages, completions, strict=False)
     if encoder.template is None:
-        texts = [f"{encoder.text(row)} {said[0]['content']}" for said in told]
+        texts = [f"{encoder.text(row)} {completion[0]['content']}" for completion in whole_completions]
     else:
-        texts = [encoder.render([*messages, *said], row.where, answered=True) for said in told]
+        texts = [encoder.render([*messages, *completion], row.where, answered=True) for completion in whole_completions]
     return encoder.control.shown(max(texts, key=len))
 
 
@@ -358,14 +370,14 @@ def _plain_text(encoder: PromptEncoder, row: PromptRow) -> TrainedText:
     return TrainedText(np.array(tokens, np.int32), mask_T)
 
 
-def _with_plain_answer(encoder: PromptEncoder, prompt: Messages, said: Messages, where: str) -> TrainedText:
-    if len(said) != 1:
+def _with_plain_answer(encoder: PromptEncoder, prompt: Messages, completion: Messages, where: str) -> TrainedText:
+    if len(completion) != 1:
         raise InputError(
             f"{where}: the tokenizer has no chat template, and the row has several messages to train on.",
             "Give a template with --chat-template.",
         )
     before = encoder.render(prompt, where)
-    answer = encoder.hidden(said[0]["content"])
+    answer = encoder.hidden(completion[0]["content"])
     text = before + (answer if answer[:1].isspace() else f" {answer}")
     tokens, (first, _) = _cut(encoder, text, [len(before), len(text)], where)
     tokens = [*tokens, _end_token(encoder, where)]
@@ -373,13 +385,13 @@ def _with_plain_answer(encoder: PromptEncoder, prompt: Messages, said: Messages,
 
 
 def _with_answers(
-    encoder: PromptEncoder, prompt: Messages, said: Messages, where: str, *, headed: bool = False
+    encoder: PromptEncoder, prompt: Messages, completion: Messages, where: str, *, headed: bool = False
 ) -> TrainedText:
     """Render a conversation up to its last answer's end. `headed`: the header counts as part of an answer."""
-    said = _up_to_answer(said, marked=False)
-    if not said:
+    completion = _up_to_answer(completion, marked=False)
+    if not completion:
         raise InputError(f"{where}: the completion has no message of the assistant.", "Leave the row out.")
-    messages = encoder.hidden([*prompt, *said])
+    messages = encoder.hidden([*prompt, *completion])
     whole = encoder.render(messages, where, answered=True)
     cuts: list[int] = []
     ends = set(encoder.stop_token_ids)
@@ -399,13 +411,13 @@ def _with_answers(
             answer = whole[len(before) : end[0]]
             ends.add(end[1])
         if before is None or not (answer or whole.startswith(after)):
-            found = _located(encoder, messages, place, whole, where)
-            if found is None or len(found[0]) < max(cuts, default=0):
+            located = _located(encoder, messages, place, whole, where)
+            if located is None or len(located[0]) < max(cuts, default=0):
                 raise _no_place(encoder, place, len(messages), where)
-            before, answer = found
+            before, answer = located
         calls = [call["function"] for call in messages[place].get("tool_calls", ())]
         said_there = [messages[place][name] for name in ("content", *THOUGHTS) if name in messages[place]]
-        said_there += [word for one in calls for word in (one["name"], *arguments_of(one))]
+        said_there += [word for call in calls for word in (call["name"], *arguments_of(call))]
         if opened := OpenedThought.of(before):
             said_there = [text.lstrip().removeprefix(opened.tag) for text in said_there]
         if any(squeezed(text) not in squeezed(answer or shared) for text in said_there):
@@ -451,8 +463,8 @@ def _header(encoder: PromptEncoder, before: Messages, whole: str, where: str) ->
     closed = encoder.render(before, where, answered=True)
     answered = encoder.render([*before, {"role": ASSISTANT, "content": ANSWER_MARK}], where, answered=True)
     header = re.sub(r"<[^<>]*\Z", "", _shared(prompt, answered))  # `<think>` and `</think>` begin alike
-    found = len(closed) < len(header) and header.startswith(closed) and whole.startswith(header)
-    return header if found and ANSWER_MARK in answered else None
+    is_header = len(closed) < len(header) and header.startswith(closed) and whole.startswith(header)
+    return header if is_header and ANSWER_MARK in answered else None
 
 
 def _located(encoder: PromptEncoder, messages: Messages, place: int, whole: str, where: str) -> tuple[str, str] | None:
@@ -493,11 +505,11 @@ def _ended(encoder: PromptEncoder, answer: str) -> str:
     """Return an answer up to the model's stop token (the first of several at the end); empty without one."""
     texts = (str(encoder.tokenizer.decode([token])) for token in encoder.stop_token_ids)
     ends = "|".join(re.escape(text) for text in texts if text)
-    found = re.match(f".*(?:{ends})", answer, re.DOTALL) if ends else None
-    return re.sub(rf"({ends})(?:\s*(?:{ends}))+\Z", r"\1", found[0]) if found else ""
+    match = re.match(f".*(?:{ends})", answer, re.DOTALL) if ends else None
+    return re.sub(rf"({ends})(?:\s*(?:{ends}))+\Z", r"\1", match[0]) if match else ""
 
 
-def _with_marks(encoder: PromptEncoder, prompt: Messages, said: Messages, where: str) -> TrainedText:
+def _with_marks(encoder: PromptEncoder, prompt: Messages, completion: Messages, where: str) -> TrainedText:
     """Return a conversation with a loss where its chat template has {% generation %} around, up to the last mark."""
     template = encoder.template or ""
     if not _MARK.search(template):
@@ -505,7 +517,7 @@ def _with_marks(encoder: PromptEncoder, prompt: Messages, said: Messages, where:
             "data.train_on = marked: the chat template has no {% generation %} marks for answers.",
             "Leave it out: answers are then found by rendering, or refused. Or give another with --chat-template.",
         )
-    tokens_T, mask_T = _marked(encoder, template, [*prompt, *said], where)
+    tokens_T, mask_T = _marked(encoder, template, [*prompt, *completion], where)
     ends_T, first = np.isin(tokens_T, encoder.stop_token_ids), 0
     marks: list[slice] = []
     for trained, stretch in groupby(mask_T):
@@ -513,9 +525,11 @@ def _with_marks(encoder: PromptEncoder, prompt: Messages, said: Messages, where:
         marks += [slice(first, after)] if trained else []
         first = after
     if not marks or mask_T[0] or not all(ends_T[mark].any() for mark in marks):
-        why = "marks nothing" if not marks else "begins with a mark" if mask_T[0] else "has a mark without an end token"
+        reason = (
+            "marks nothing" if not marks else "begins with a mark" if mask_T[0] else "has a mark without an end token"
+        )
         raise InputError(
-            f"{where}: the chat template {why}, so that the model would not learn to answer and stop.",
+            f"{where}: the chat template {reason}, so that the model would not learn to answer and stop.",
             "Leave data.train_on = marked out, or give another template with --chat-template.",
         )
     for mark in marks:  # what a template writes behind the end token is not the model's
@@ -526,19 +540,19 @@ def _with_marks(encoder: PromptEncoder, prompt: Messages, said: Messages, where:
 
 def _marked(encoder: PromptEncoder, template: str, messages: Messages, where: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a conversation, and those that its template marks."""
-    shown = encoder.taken(messages)
-    hidden = encoder.hidden({"messages": shown, TOOLS: encoder.variables.get(TOOLS)})
+    turns = encoder.taken(messages)
+    hidden = encoder.hidden({"messages": turns, TOOLS: encoder.variables.get(TOOLS)})
     variables = {**encoder.variables, TOOLS: hidden[TOOLS]}
-    if hidden["messages"] == shown and hidden[TOOLS] == encoder.variables.get(TOOLS):
-        found: Any = encoder.tokenizer.apply_chat_template(
-            shown, chat_template=template, return_dict=True, return_assistant_tokens_mask=True, **variables
+    if hidden["messages"] == turns and hidden[TOOLS] == encoder.variables.get(TOOLS):
+        rendered: Any = encoder.tokenizer.apply_chat_template(
+            turns, chat_template=template, return_dict=True, return_assistant_tokens_mask=True, **variables
         )
-        return np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
+        return np.array(rendered["input_ids"], np.int32), np.array(rendered["assistant_masks"], bool)
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    known: Any = encoder.tokenizer.special_tokens_map | variables
+    constants: Any = encoder.tokenizer.special_tokens_map | variables
     made: Any = render_jinja_template(
-        [hidden["messages"]], chat_template=template, return_assistant_tokens_mask=True, **known
+        [hidden["messages"]], chat_template=template, return_assistant_tokens_mask=True, **constants
     )
     text, marks = made[0][0], made[1][0]
     tokens, places = _cut(encoder, text, [place for mark in marks for place in mark], where)

@@ -55,14 +55,14 @@ class TurnEncoder:
         if raw:
             return cls(encoder, raw)
         made = cls(encoder, closes=encoder.closing_token() is not None)
-        if why := made._trouble("user"):
+        if reason := made._trouble("user"):
             raise InputError(
-                f"The chat template cannot continue after an answer: {why}.",
+                f"The chat template cannot continue after an answer: {reason}.",
                 "Give another with --chat-template, or append texts as they are with --set environment.append=raw.",
             )
         notes = []
-        if tools and (why := made._trouble("tool")):
-            notes.append(f"The results of tools go to the model as messages of the user: {why}.")
+        if tools and (reason := made._trouble("tool")):
+            notes.append(f"The results of tools go to the model as messages of the user: {reason}.")
         elif tools:  # what ends a turn with calls ends it also where the model's own configuration does not say so
             ends = {*encoder.stop_token_ids, *made._cached([{"role": "tool", "content": "?"}])[:1]}
             made = replace(made, tool_role="tool", encoder=encoder.with_ends(ends))
@@ -86,9 +86,9 @@ class TurnEncoder:
         """Return a conversation's ids without thoughts of earlier answers, as the template renders it. `turns`: ids of
         each answer and of what follows."""
         context = self._begun(prompt)
-        for number, (answer, given) in enumerate(turns, 1):
+        for number, (answer, given_thought) in enumerate(turns, 1):
             context += self._without_thought(answer)
-            context += given if number == len(turns) else self._begun(given)
+            context += given_thought if number == len(turns) else self._begun(given_thought)
         return context
 
     def _begun(self, ids: list[int]) -> list[int]:
@@ -111,10 +111,10 @@ class TurnEncoder:
 
     def require_roles(self, messages: Sequence[Message], tried: Collection[str]) -> None:
         """Raise InputError for a role, besides those that were tried, whose messages the template does not write."""
-        for role in {one["role"] for one in messages}.difference(tried) if not self.raw else ():
-            if why := self._trouble(role):
+        for role in {message["role"] for message in messages}.difference(tried) if not self.raw else ():
+            if problem := self._trouble(role):
                 raise InputError(
-                    f"The chat template cannot write a message of the role {role!r} behind an answer: {why}."
+                    f"The chat template cannot write a message of the role {role!r} behind an answer: {problem}."
                 )
 
     def _cached(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -131,37 +131,37 @@ class TurnEncoder:
         return self._cache[key]
 
     def _raw(self, messages: Sequence[Message]) -> str:
-        text = "".join(one["content"] for one in messages)
+        text = "".join(message["content"] for message in messages)
         return text.replace(MARK, self.encoder.image_text) if MARK in text else text
 
     def _delta(self, history: str, messages: Sequence[Message]) -> str:
         """Return the template's text from an answer's end token on. Raises InputError if it cannot render `messages`
         there."""
-        calls = any(one["role"] == "tool" for one in messages)
-        asked = [{"role": "user", "content": history}]
+        calls = any(message["role"] == "tool" for message in messages)
+        question = [{"role": "user", "content": history}]
         for answer in (*([_calling(messages)] if calls else []), {"role": "assistant", "content": ANSWER}):
             try:
-                _, found, tail = self.encoder.render([*asked, answer, *_named(messages)]).rpartition(ANSWER)
-                over = self.encoder.render([*asked, answer], answered=True).rpartition(ANSWER)[2] if calls else ""
+                _, marker, tail = self.encoder.render([*question, answer, *_named(messages)]).rpartition(ANSWER)
+                over = self.encoder.render([*question, answer], answered=True).rpartition(ANSWER)[2] if calls else ""
             except InputError:
                 if answer["content"] == ANSWER:
                     raise
                 continue
             if self.encoder.template is None:  # the model has written the beginning of the next question itself
-                return tail.removeprefix(PLAIN_STOP) if found else ""
+                return tail.removeprefix(PLAIN_STOP) if marker else ""
             shared = commonprefix([tail, over])  # noqa: RUF071 - of texts, not of paths
             ends = [at for token in self.encoder.special_texts if (at := shared.rfind(token)) >= 0]
             begins = [at for token in self.encoder.special_texts if (at := tail.find(token)) >= 0]
-            if found and begins:  # a call may have ends of its own in front of that of the turn
+            if marker and begins:  # a call may have ends of its own in front of that of the turn
                 return tail[max(ends, default=min(begins)) :]
         raise InputError("The chat template has no end-of-turn token.")
 
     def _drops_thoughts(self, role: str) -> bool:
-        said = [{"role": role, "content": "rlctl-message-says"}]
-        answer = _calling(said) if role == "tool" else {"role": "assistant"}
+        sentence = [{"role": role, "content": "rlctl-message-says"}]
+        answer = _calling(sentence) if role == "tool" else {"role": "assistant"}
         answer |= {"content": f"<think>\nrlctl-thought\n{THOUGHT}\n\n{ANSWER}"}
         try:
-            written = self.encoder.render([{"role": "user", "content": HISTORIES[0]}, answer, *_named(said)])
+            written = self.encoder.render([{"role": "user", "content": HISTORIES[0]}, answer, *_named(sentence)])
         except InputError:
             return False
         return ANSWER in written and "rlctl-thought" not in written
@@ -175,14 +175,14 @@ class TurnEncoder:
 
     def _trouble(self, role: str) -> str | None:
         """Return why messages of a role cannot be appended; None: they can."""
-        said = "rlctl-message-says"
+        sentence = "rlctl-message-says"
         try:
-            found = {self._delta(history, [{"role": role, "content": said}]) for history in HISTORIES}
+            deltas = {self._delta(history, [{"role": role, "content": sentence}]) for history in HISTORIES}
         except InputError as error:
             return error.message.rstrip(".")
-        if len(found) > 1:
+        if len(deltas) > 1:
             return "its text there depends on earlier messages"
-        if said not in found.pop():
+        if sentence not in deltas.pop():
             return f"it leaves out what a message of the role {role} says"
         return None
 
@@ -190,16 +190,21 @@ class TurnEncoder:
 def _calling(messages: Sequence[Message]) -> Message:
     arguments = {"mark": ANSWER}
     calls = [
-        {"id": one["tool_call_id"], "type": "function", "function": {"name": one["name"], "arguments": arguments}}
-        for one in _named(messages) if one["role"] == "tool"
-    ]  # fmt: skip
+        {
+            "id": message["tool_call_id"],
+            "type": "function",
+            "function": {"name": message["name"], "arguments": arguments},
+        }
+        for message in _named(messages)
+        if message["role"] == "tool"
+    ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _named(messages: Sequence[Message]) -> list[Message]:
     return [
-        {"name": "tool", "tool_call_id": f"call{number:05}", **one} if one["role"] == "tool" else one
-        for number, one in enumerate(messages)
+        {"name": "tool", "tool_call_id": f"call{number:05}", **message} if message["role"] == "tool" else message
+        for number, message in enumerate(messages)
     ]
 
 
@@ -210,9 +215,9 @@ def with_tools(
     system prompt."""
     if not schemas:
         return encoder, True
-    shown = encoder.telling_tools(schemas)
+    telling = encoder.telling_tools(schemas)
     user: list[Message] = [{"role": "user", "content": "?"}]
     name = schemas[0]["function"]["name"]
-    if encoder.template is not None and name in shown.render(user) and name not in encoder.render(user):
-        return shown, True
+    if encoder.template is not None and name in telling.render(user) and name not in encoder.render(user):
+        return telling, True
     return replace(encoder, instructions=instructions), False

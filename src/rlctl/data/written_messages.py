@@ -44,18 +44,18 @@ class CallForm:
             return message
         empty = message["content"] in (None, "", [{"type": "text", "text": ""}])
         content = None if self.null and empty else message["content"]
-        return {**message, "content": content, "tool_calls": [self._call(one) for one in message["tool_calls"]]}
+        return {**message, "content": content, "tool_calls": [self._call(call) for call in message["tool_calls"]]}
 
     def _call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
         function = call.get("function")
         if self.arguments == "given" or not isinstance(function, Mapping) or "arguments" not in function:
             return call
-        held = function["arguments"]
+        encoded = function["arguments"]
         if self.arguments == "object":
-            held = json.loads(held) if isinstance(held, str) else held
+            encoded = json.loads(encoded) if isinstance(encoded, str) else encoded
         else:
-            held = held if isinstance(held, str) else json.dumps(held, ensure_ascii=False)
-        return {**call, "function": {**function, "arguments": held}}
+            encoded = encoded if isinstance(encoded, str) else json.dumps(encoded, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": encoded}}
 
 
 def _written(render: Render, arguments: Any, content: str | None) -> str:
@@ -71,8 +71,8 @@ def _written(render: Render, arguments: Any, content: str | None) -> str:
 
 def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call as an object."""
-    held = function["arguments"]
-    return json.loads(held) if isinstance(held, str) else held
+    encoded = function["arguments"]
+    return json.loads(encoded) if isinstance(encoded, str) else encoded
 
 
 def shape_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -83,14 +83,14 @@ def shape_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
 def unwritten(render: Render, messages: Messages) -> int | None:
     """Return the place of the first message whose calls, or content without calls, a template leaves out; None: none is
     left out. Contents and names of calls are replaced by marks."""
-    marked = [_marked(one, place) for place, one in enumerate(messages)]
+    marked = [_marked(message, place) for place, message in enumerate(messages)]
     try:
         text = render(marked)
     except InputError:  # the template reads what contents say
         return None
-    for place, one in enumerate(messages):
-        called = bool(one.get("tool_calls"))
-        if (called or one["content"].replace(MARK, "").strip()) and _mark(place, called=called) not in text:
+    for place, message in enumerate(messages):
+        called = bool(message.get("tool_calls"))
+        if (called or message["content"].replace(MARK, "").strip()) and _mark(place, called=called) not in text:
             return place
     return None
 
@@ -103,6 +103,6 @@ def _marked(message: dict[str, Any], place: int) -> dict[str, Any]:
     content = message["content"]
     if content.replace(MARK, "").strip():
         content = MARK * content.count(MARK) + _mark(place, called=False)
-    given, name = message.get("tool_calls") or (), _mark(place, called=True)
-    calls = [{**one, "function": {**one["function"], "name": name}} for one in given]
+    made_calls, name = message.get("tool_calls") or (), _mark(place, called=True)
+    calls = [{**call, "function": {**call["function"], "name": name}} for call in made_calls]
     return {**message, "content": content, **({"tool_calls": calls} if calls else {})}

@@ -67,7 +67,7 @@ RUNS = (
         ),
     ),
 )  # fmt: skip
-PROBES = LAYERS | {one.name: one for one in RUNS}
+PROBES = LAYERS | {run.name: run for run in RUNS}
 STAGES = (
     ("rates", "models"),
     ("disk",),
@@ -152,8 +152,8 @@ class Runner:
             while waiting or live:
                 while waiting and len(live) < at_once:
                     probe = waiting.pop(0)
-                    if why := self.why_skipped(probe):
-                        yield ProbeOutcome(probe.name, probe.layer, "skip", why)
+                    if reason := self.why_skipped(probe):
+                        yield ProbeOutcome(probe.name, probe.layer, "skip", reason)
                         continue
                     left = self.deadline - time.monotonic()
                     limit = probe.limit_s * (CPU_PATIENCE if self.device == CPU else 1)
@@ -161,7 +161,7 @@ class Runner:
                         ProbeProcess(probe, self.command(probe), self.folder, min(limit, left), self.environment())
                     )
                 time.sleep(POLL_S)
-                for process in [one for one in live if one.over()]:
+                for process in [active for active in live if active.over()]:
                     live.remove(process)
                     yield self.judged(process)
         finally:
@@ -184,11 +184,11 @@ class Runner:
         python = [sys.executable, "-P", "-m"]
         if not probe.run:
             return [*python, "rlctl.doctor.probes", probe.name, self.device, str(self.models)]
-        one = ["--nodes", "1", "--gpus-per-node", "1"] if self.device == GPU else []
-        given = [text.format(models=self.models) for text in probe.run]
+        words = ["--nodes", "1", "--gpus-per-node", "1"] if self.device == GPU else []
+        template_words = [text.format(models=self.models) for text in probe.run]
         more = [*probe.cuda_run, *self.later] if self.device == GPU else []
         directory = ["--run-dir", str(self.folder / probe.name)] if probe.run[0] == "train" else []
-        return [*python, "rlctl", *given, "--gpu", self.gpu, *one, *more, *directory]
+        return [*python, "rlctl", *template_words, "--gpu", self.gpu, *words, *more, *directory]
 
     def environment(self) -> dict[str, str]:
         packages = str(Path(__file__).parents[2])
@@ -262,8 +262,10 @@ class ProbeProcess:
             return ProbeOutcome(probe.name, probe.layer, "ok", seconds=seconds, figures=figures_of(value, probe))
         ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         ended = f"was stopped after {self.limit_s:.0f} s" if self.stopped else ended
-        why = error_of(value) if value.get("error") and not self.stopped else f"{ended}{self.said or self.last_line()}"
-        return ProbeOutcome(probe.name, probe.layer, "fail", why[:LINE_CHARACTERS], probe.advice, seconds)
+        reason = (
+            error_of(value) if value.get("error") and not self.stopped else f"{ended}{self.said or self.last_line()}"
+        )
+        return ProbeOutcome(probe.name, probe.layer, "fail", reason[:LINE_CHARACTERS], probe.advice, seconds)
 
     def last_line(self) -> str:
         """Return rlctl's error from the log, else its last line."""
@@ -311,5 +313,5 @@ def summary(outcomes: Sequence[ProbeOutcome]) -> str:
     if largest := next((outcome for outcome in reversed(outcomes) if outcome.phases), None):
         lines += ["", f"{'seconds of a step of ' + largest.name:<34} {'measured':>9} {'planned':>9}"]
         lines += [f"  {row['phase']:<32} {row['measured']:9.2f} {row['predicted']:9.2f}" for row in largest.phases]
-    count = {status: sum(one.status == status for one in outcomes) for status in ("ok", "fail", "skip")}
+    count = {status: sum(outcome.status == status for outcome in outcomes) for status in ("ok", "fail", "skip")}
     return "\n".join([*lines, "", f"{count['ok']} passed, {count['fail']} failed, {count['skip']} skipped"])

@@ -64,23 +64,23 @@ def list_gpus() -> tuple[Gpu, ...]:
         return int(reported) * 1024**2 if reported.isdigit() else int(device_reported(name).memory)
 
     rows = rows_of(nvidia_smi, "gpu", "index,uuid,name,memory.total,driver_version")
-    known = [tuple(row) for row in rows if len(row) == 5]
+    gpus = [tuple(row) for row in rows if len(row) == 5]
     return tuple(
         Gpu(name, memory_of(name, memory), driver)
-        for _, _, name, memory, driver in visible(known, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        for _, _, name, memory, driver in visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
     )
 
 
-def check_whole(wanted: int, kind: str) -> Check | None:
+def check_whole(count: int, kind: str) -> Check | None:
     """Return the failed check of GPUs that are split into MIG slices, in the words of the plan; None: they are whole,
     or not used."""
     from rlctl.planner.from_config import WHOLE_GPUS, mig_problem
 
     problem = mig_problem() if kind != "cpu" else ""
-    return Check("gpus", "fail" if wanted else "warn", problem, WHOLE_GPUS) if problem else None
+    return Check("gpus", "fail" if count else "warn", problem, WHOLE_GPUS) if problem else None
 
 
-def check_gpus(gpus: tuple[Gpu, ...], wanted: int = 0, kind: str = "auto") -> Check:
+def check_gpus(gpus: tuple[Gpu, ...], count: int = 0, kind: str = "auto") -> Check:
     """Check that this node has as many GPUs as are wanted (0: none is needed), and of the kind that is named."""
     from rlctl.planner.inputs.cluster import device_reported
 
@@ -88,12 +88,12 @@ def check_gpus(gpus: tuple[Gpu, ...], wanted: int = 0, kind: str = "auto") -> Ch
     detail = "no NVIDIA GPU was found"
     if gpus:
         detail = f"{len(gpus)} x {', '.join(names)}, driver {gpus[0].driver}"
-    if len(gpus) < wanted:
+    if len(gpus) < count:
         fix = "Use `--preset laptop` or `--gpu cpu`, or run on a node with GPUs and a working nvidia-smi."
-        return Check("gpus", "fail", f"{detail}, but each node needs {wanted}", fix)
+        return Check("gpus", "fail", f"{detail}, but each node needs {count}", fix)
     devices = [device_reported(name) for name in names]
     kinds = {device.name for device in devices}
-    if wanted and kind not in ("auto", "cpu") and kinds != {kind}:
+    if count and kind not in ("auto", "cpu") and kinds != {kind}:
         return Check("gpus", "fail", f"{detail}, but {kind} was asked for", "Pass --gpu auto to plan for these GPUs.")
     if len(names) > 1:
         return Check(
@@ -125,9 +125,9 @@ def check_other_programs(ask: Ask = nvidia_smi) -> Check:
     """Check that the memory of the GPUs is free, since plans count on all of it."""
     programs = [row for row in rows_of(ask, "compute-apps", "pid,process_name,used_memory") if len(row) == 3]
     if programs:
-        found = ", ".join(f"{name} (pid {pid}, {used} MiB)" for pid, name, used in programs[:4])
+        listing = ", ".join(f"{name} (pid {pid}, {used} MiB)" for pid, name, used in programs[:4])
         return Check(
-            "gpu-programs", "warn", f"other programs use the GPUs: {found}", "End them, or leave the GPUs out."
+            "gpu-programs", "warn", f"other programs use the GPUs: {listing}", "End them, or leave the GPUs out."
         )
     used = [
         row
@@ -158,20 +158,20 @@ def check_flashinfer(
     environment: Mapping[str, str] | None = None,
 ) -> Check:
     """Check that FlashInfer's kernels are there or can be compiled; otherwise vLLM leaves it out without a word."""
-    environment, wanted = os.environ if environment is None else environment, versions.get("flashinfer-python")
-    if wanted is None:
+    environment, version = os.environ if environment is None else environment, versions.get("flashinfer-python")
+    if version is None:
         return Check("flashinfer", "ok", "FlashInfer is not installed: vLLM takes other kernels")
-    own = {name: versions.get(name, "").partition("+")[0] == wanted for name in FLASHINFER_KERNELS}
-    if all(own.values()):
-        return Check("flashinfer", "ok", f"FlashInfer {wanted} with compiled kernels")
+    matches = {name: versions.get(name, "").partition("+")[0] == version for name in FLASHINFER_KERNELS}
+    if all(matches.values()):
+        return Check("flashinfer", "ok", f"FlashInfer {version} with compiled kernels")
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     nvcc = which(f"{home}/bin/nvcc") if home else which("nvcc") or which("/usr/local/cuda/bin/nvcc")
     ninja = which("ninja") or which(f"{sysconfig.get_path('scripts')}/ninja")
-    lacking = [name for name, found in (("nvcc", nvcc), ("ninja", ninja)) if not found]
+    lacking = [name for name, path in (("nvcc", nvcc), ("ninja", ninja)) if not path]
     detail = "its kernels are compiled when they are first used, for minutes and with downloads"
-    if lacking and not own["flashinfer-cubin"]:
+    if lacking and not matches["flashinfer-cubin"]:
         detail = f"vLLM leaves it out, for lack of kernels and of {' and '.join(lacking)} to compile them"
-    return Check("flashinfer", "warn", f"FlashInfer {wanted}: {detail}", "Get its kernels: `vllm download-kernels`.")
+    return Check("flashinfer", "warn", f"FlashInfer {version}: {detail}", "Get its kernels: `vllm download-kernels`.")
 
 
 def check_links(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
@@ -210,7 +210,7 @@ def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = 
     if built is None or offers is None:
         return Check("cuda", "ok", f"driver {gpus[0].driver}, torch {torch or 'not installed'}")
     old = [row[0] for row in rows_of(ask, "gpu", "compute_cap") if row and re.fullmatch(r"\d+\.\d+", row[0])]
-    if int(built[1]) >= 13 and (below := [one for one in old if float(one) < LEAST_CAPABILITY]):
+    if int(built[1]) >= 13 and (below := [capability for capability in old if float(capability) < LEAST_CAPABILITY]):
         fix = "Install builds for CUDA 12 (docs/start_gpu_node.md), or use a newer GPU."
         detail = f"CUDA {built[1]} has no kernels for compute capability {below[0]}, and needs {LEAST_CAPABILITY}"
         return Check("cuda", "fail", detail, fix)

@@ -117,24 +117,24 @@ def check_locked_memory(gpus: int, limit: int | None = None, rdma: bool | None =
 
 def check_left_over(directory: Path = Path("/dev/shm"), alive: Iterable[int] | None = None) -> Check:
     """Check that killed runs left no old files `rlctl-<pid>-...` in shared memory."""
-    pids, found = set(psutil.pids() if alive is None else alive), dict[Path, int]()
+    pids, directories = set(psutil.pids() if alive is None else alive), dict[Path, int]()
     for path in directory.glob("rlctl-*-*"):
         pid = path.name.split("-")[1]
         with contextlib.suppress(FileNotFoundError):
             status = path.stat()
             if pid.isdigit() and int(pid) not in pids and time.time() - status.st_mtime > LEFT_OVER_AGE_S:
-                found[path] = status.st_size
-    if not found:
+                directories[path] = status.st_size
+    if not directories:
         return Check("left-over-memory", "ok", f"earlier runs left nothing in {directory}")
-    detail = f"{len(found)} segments of runs that ended hold {gib(sum(found.values()))} in {directory}"
+    detail = f"{len(directories)} segments of runs that ended hold {gib(sum(directories.values()))} in {directory}"
     fix = "Remove them: `rlctl doctor --fix`."
-    return Check("left-over-memory", "warn", detail, fix, lambda: remove(found))
+    return Check("left-over-memory", "warn", detail, fix, lambda: remove(directories))
 
 
 def remove(paths: Iterable[Path]) -> str:
-    for path in (found := list(paths)):
+    for path in (removed := list(paths)):
         path.unlink(missing_ok=True)
-    return f"removed {len(found)} files"
+    return f"removed {len(removed)} files"
 
 
 def check_directory(name: str, directory: Path, needed: int, fix: str, free: int | None = None) -> Check:
@@ -168,9 +168,11 @@ def check_converted_models(parameters: int = 0, directory: Path | None = None, f
 
 def check_sandbox(layers: Iterable[str] | None = None) -> Check:
     """Check which layers stand between the machine and programs that models write (environment `python`)."""
-    found = set(sandbox.layers() if layers is None else layers)
-    missing = [one for one in sandbox.LAYERS if one not in found and (one != "user" or os.geteuid() == 0)]
-    detail = f"programs that models write run behind: {', '.join(one for one in sandbox.LAYERS if one in found)}"
+    present = set(sandbox.layers() if layers is None else layers)
+    missing = [layer for layer in sandbox.LAYERS if layer not in present and (layer != "user" or os.geteuid() == 0)]
+    detail = (
+        f"programs that models write run behind: {', '.join(layer for layer in sandbox.LAYERS if layer in present)}"
+    )
     if not missing:
         return Check("sandbox", "ok", detail)
     fix = (

@@ -186,10 +186,10 @@ def facts_of_nodes(mark: str) -> dict[str, NodeFacts]:
         return [ray.remote(num_cpus=0)(work).options(scheduling_strategy=place) for place in places]
 
     try:
-        found = ray.get([look.remote(mark) for look in on_each(look_around)], timeout=60)
+        reports = ray.get([look.remote(mark) for look in on_each(look_around)], timeout=60)
         listeners = [listener.remote() for listener in on_each(Listener)]
-        asked = [one.listen.remote(address) for one, address in zip(listeners, nodes, strict=True)]
-        ports = dict(zip(nodes, ray.get(asked, timeout=60), strict=True))
+        refs = [listener.listen.remote(address) for listener, address in zip(listeners, nodes, strict=True)]
+        ports = dict(zip(nodes, ray.get(refs, timeout=60), strict=True))
         limit_s = 60 + WAIT_S * len(nodes)
         closed = ray.get([connect.remote(ports) for connect in on_each(closed_ports)], timeout=limit_s)
     except RayError as error:
@@ -197,12 +197,12 @@ def facts_of_nodes(mark: str) -> dict[str, NodeFacts]:
         raise RlctlError(message, "Check `ray status`.") from error
     return {
         name: replace(facts, gpus=node.get("Resources", {}).get("GPU", 0.0), closed_to=addresses)
-        for (name, node), facts, addresses in zip(nodes.items(), found, closed, strict=True)
+        for (name, node), facts, addresses in zip(nodes.items(), reports, closed, strict=True)
     }
 
 
 def compare_memory(facts: Mapping[str, NodeFacts], needed: float) -> Check:
-    node, least = min(((node, one.memory) for node, one in facts.items()), key=lambda item: item[1])
+    node, least = min(((node, node_facts.memory) for node, node_facts in facts.items()), key=lambda item: item[1])
     detail = f"{node} has the least memory, {gib(least)}, and a node needs {gib(needed)}"
     if least < needed:
         return Check("node-memory", "fail", detail, "Leave the node out of the cluster, or give the run more nodes.")
@@ -214,50 +214,57 @@ def compare_nodes(directory: Path, facts: Mapping[str, NodeFacts], needed: int, 
     count = f"{len(facts)} node(s)"
 
     def nodes(wrong: Callable[[NodeFacts], bool]) -> str:
-        return ", ".join(node for node, one in facts.items() if wrong(one))
+        return ", ".join(node for node, node_facts in facts.items() if wrong(node_facts))
 
     place = "Set RLCTL_MEGATRON_CHECKPOINT_DIR to a directory on a file system that all nodes mount."
-    if blind := nodes(lambda one: not one.sees):
+    if blind := nodes(lambda node_facts: not node_facts.sees):
         yield Check("nodes", "fail", f"{directory} on {blind} is not the directory that it is here", place)
-    elif barred := nodes(lambda one: not one.writable):
+    elif barred := nodes(lambda node_facts: not node_facts.writable):
         yield Check("nodes", "fail", f"{directory} cannot be written on {barred}", "Change its permissions.")
-    elif full := nodes(lambda one: one.free_bytes < needed):
+    elif full := nodes(lambda node_facts: node_facts.free_bytes < needed):
         detail = f"{directory} has less than the {gib(needed)} needed free on {full}"
         yield Check("nodes", "fail", detail, f"Free some. {place}")
     else:
         yield Check("nodes", "ok", f"{count} see the same {directory}")
     different = []
-    for name in dict.fromkeys(name for one in facts.values() for name in one.versions):
-        found = dict.fromkeys(one.versions.get(name, "none") for one in facts.values())
-        where = (f"{it} on {nodes(lambda one, it=it, name=name: one.versions.get(name, 'none') == it)}" for it in found)
-        different += [f"{name}: {', '.join(where)}"] if len(found) > 1 else []
+    for name in dict.fromkeys(name for node_facts in facts.values() for name in node_facts.versions):
+        by_version = dict.fromkeys(node_facts.versions.get(name, "none") for node_facts in facts.values())
+        where = (
+            f"{it} on {nodes(lambda node_facts, it=it, name=name: node_facts.versions.get(name, 'none') == it)}"
+            for it in by_version
+        )
+        different += [f"{name}: {', '.join(where)}"] if len(by_version) > 1 else []
     if different:
         yield Check("node-versions", "fail", "; ".join(different), "Install the same environment on every node.")
     else:
         yield Check("node-versions", "ok", f"{count} run the same versions")
-    times = [one.time for one in facts.values()]
+    times = [node_facts.time for node_facts in facts.values()]
     detail = f"the clocks of the nodes are up to {max(times) - min(times):.0f} s apart"
     if max(times) - min(times) > CLOCKS_APART_S:
         yield Check("node-clocks", "warn", detail, "Set them by NTP: `timedatectl set-ntp true` on each.")
     else:
         yield Check("node-clocks", "ok", detail)
-    if open_to_others := nodes(lambda one: bool(one.exposed)):
+    if open_to_others := nodes(lambda node_facts: bool(node_facts.exposed)):
         detail = f"other users can read Ray's token on {open_to_others}, and run programs on the cluster with it"
-        fix = f"`chmod 600 {next(one.exposed for one in facts.values() if one.exposed)}` there."
+        fix = f"`chmod 600 {next(node_facts.exposed for node_facts in facts.values() if node_facts.exposed)}` there."
         yield Check("ray-files", "warn", detail, fix)
     else:
         yield Check("ray-files", "ok", "no other user can read Ray's token")
-    if barred := [f"{node} to {', '.join(one.closed_to)}" for node, one in facts.items() if one.closed_to]:
+    if barred := [
+        f"{node} to {', '.join(node_facts.closed_to)}" for node, node_facts in facts.items() if node_facts.closed_to
+    ]:
         detail = f"no connection from {' and '.join(barred)} at a free port"
         fix = "The processes of a run meet at free ports: let the nodes' firewalls pass all TCP between the nodes."
         yield Check("node-ports", "fail", detail, fix)
     else:
         yield Check("node-ports", "ok", f"{count} can connect to each other at free ports")
-    if short := nodes(lambda one: one.gpus < gpus_per_node):
+    if short := nodes(lambda node_facts: node_facts.gpus < gpus_per_node):
         detail = f"{short} offer Ray fewer than {gpus_per_node} GPUs"
         yield Check("node-resources", "fail", detail, "Start Ray there with --num-gpus, or ask for fewer.")
     else:
-        yield Check("node-resources", "ok", f"{count}, {sum(one.gpus for one in facts.values()):.0f} GPUs")
+        yield Check(
+            "node-resources", "ok", f"{count}, {sum(node_facts.gpus for node_facts in facts.values()):.0f} GPUs"
+        )
 
 
 def check_ranks(gpus: int, limit_s: float = RANKS_LIMIT_S) -> Check:

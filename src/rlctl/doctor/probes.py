@@ -98,8 +98,8 @@ def rates(device: str, models: Path) -> Figures:
     figures["device to host GB/s"] = rate(count, lambda: pinned.copy_(x, non_blocking=True), place) / 1e9
     if torch.cuda.get_device_capability() >= (8, 9):
         left, right = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
-        one = torch.ones((), device=place)
-        product = lambda: torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)  # noqa: E731
+        unit = torch.ones((), device=place)
+        product = lambda: torch._scaled_mm(left, right, unit, unit, out_dtype=torch.bfloat16)  # noqa: E731
         figures["float8 TFLOP/s"] = rate(work, product, place) / 1e12
     return figures
 
@@ -475,7 +475,7 @@ def generate(device: str, model: Path, eager: bool) -> Figures:
 
     llm.generate(prompts, sampling, use_tqdm=False)
     began = time.perf_counter()
-    lengths = [len(one.outputs[0].token_ids) for one in llm.generate(prompts, sampling, use_tqdm=False)]
+    lengths = [len(output.outputs[0].token_ids) for output in llm.generate(prompts, sampling, use_tqdm=False)]
     figures["tokens/s"] = sum(lengths) / (time.perf_counter() - began)
     require(lengths == [32] * 8, f"8 completions of 32 tokens were asked for, and vLLM gave {lengths}")
     return figures

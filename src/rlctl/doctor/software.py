@@ -66,8 +66,8 @@ def check_python(
 
 
 def installed_versions() -> dict[str, str]:
-    found = ((dist.metadata["Name"], dist.version) for dist in metadata.distributions())
-    return {name.lower().replace("_", "-"): version for name, version in found if name}
+    installed = ((dist.metadata["Name"], dist.version) for dist in metadata.distributions())
+    return {name.lower().replace("_", "-"): version for name, version in installed if name}
 
 
 def requirements_of(package: str) -> list[str]:
@@ -93,8 +93,8 @@ def check_packages(versions: Mapping[str, str], requires: Callable[[str], list[s
     conflicts = list(version_conflicts(versions, requires))
     if not conflicts:
         return Check("packages", "ok", "the installed versions fit together")
-    wanted = " ".join(dict.fromkeys(f"'{requirement}'" for _, requirement in conflicts))
-    fix = f"`pip install {wanted}`, or `make venv` in a checkout for a whole environment that fits."
+    requirements = " ".join(dict.fromkeys(f"'{requirement}'" for _, requirement in conflicts))
+    fix = f"`pip install {requirements}`, or `make venv` in a checkout for a whole environment that fits."
     return Check("packages", "fail", "; ".join(text for text, _ in conflicts), fix)
 
 
@@ -108,7 +108,7 @@ def version_conflicts(versions: Mapping[str, str], requires: Callable[[str], lis
             if name not in ENGINE_PACKAGES or name not in versions:
                 continue
             extras, marker = (extra, "transformer-engine") if package == "rlctl" else ("",), requirement.marker
-            applies = marker is None or any(marker.evaluate({"extra": one}) for one in extras)
+            applies = marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)
             if applies and not requirement.specifier.contains(versions[name], prereleases=True):
                 text = f"{package} wants {name}{requirement.specifier}, but {versions[name]} is installed"
                 yield text, f"{name}{requirement.specifier}"
@@ -142,9 +142,9 @@ def check_transformer_engine(
     if gpus == 0:
         return Check(name, "ok", "TransformerEngine is not used without a GPU")
     if version := versions.get(name):
-        if why := why_not and why_not("transformer_engine.pytorch"):
+        if reason := why_not and why_not("transformer_engine.pytorch"):
             fix = f"Build it against this torch: {BUILD}. Or run with `--set megatron.transformer_impl=local`."
-            return Check(name, "fail", f"transformer-engine {version} cannot be imported: {why}", fix)
+            return Check(name, "fail", f"transformer-engine {version} cannot be imported: {reason}", fix)
         return Check(name, "ok", f"transformer-engine {version}")
     lacking = [] if which("c++") or which("g++") else ["a C++ compiler"]
     lacking += [package for package in TRANSFORMER_ENGINE_NEEDS if package not in versions]
@@ -158,13 +158,13 @@ def check_gpu_packages(versions: Mapping[str, str], why_not: Callable[[str], str
     """Check that what vLLM's engines import on GPUs can be imported; `why_not` tests an import."""
     name, installed = "gpu-packages", {module: dist for module, dist in GPU_MODULES.items() if dist in versions}
     for module, package in installed.items():
-        if why := why_not(module):
-            packages = {package, *(one for one in ("cuda-python", "cuda-bindings") if one in versions)}
-            detail = f"{package} {versions[package]} cannot be imported (`import {module}`): {why}; GPU engines fail"
+        if reason := why_not(module):
+            packages = {package, *(name for name in ("cuda-python", "cuda-bindings") if name in versions)}
+            detail = f"{package} {versions[package]} cannot be imported (`import {module}`): {reason}; GPU engines fail"
             if "cuda-python" in versions and versions["cuda-python"] not in Requirement(CUDA_PYTHON).specifier:
                 detail += f"; cuda-python {versions['cuda-python']} overwrites files of cuda-bindings"
-            wanted = [f"'{CUDA_PYTHON}'" if one == "cuda-python" else one for one in sorted(packages)]
-            fix = f"Install them again: `uv pip install --reinstall {' '.join(wanted)}`."
+            requirements = [f"'{CUDA_PYTHON}'" if package == "cuda-python" else package for package in sorted(packages)]
+            fix = f"Install them again: `uv pip install --reinstall {' '.join(requirements)}`."
             return Check(name, "fail", detail, fix)
     return Check(name, "ok", f"{', '.join(installed.values()) or 'no packages for GPUs'} can be imported")
 

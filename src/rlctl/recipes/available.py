@@ -29,9 +29,11 @@ def importers() -> Iterator[Importer]:
 
 @functools.cache
 def importer(name: str) -> Importer:
-    found = load_named(GROUP, name, BUILT_IN)
-    made = found() if isinstance(found, type) else found
-    if missing := [one for one in ("recognizes", "sections", "has", "read") if not callable(getattr(made, one, None))]:
+    importer_ = load_named(GROUP, name, BUILT_IN)
+    made = importer_() if isinstance(importer_, type) else importer_
+    if missing := [
+        method for method in ("recognizes", "sections", "has", "read") if not callable(getattr(made, method, None))
+    ]:
         raise InputError(
             f"The importer of recipes {name!r} has no method {missing[0]!r}.",
             "Update or uninstall its package; docs/coming_from.md has the form of an importer.",

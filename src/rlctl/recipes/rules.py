@@ -12,7 +12,7 @@ from rlctl.errors import InputError
 
 
 @dataclass(frozen=True)
-class Found:
+class Leaf:
     """A key of the recipe that is being mapped, with all leaves of the recipe and what has been imported so far."""
 
     result: Import
@@ -51,81 +51,81 @@ class Found:
         self.say("changed" if but else "mapped", f"{note}; {but}" if but else note)
 
 
-Rule = Callable[[Found], None]
+Rule = Callable[[Leaf], None]
 
 
 def to(key: str, convert: Mapping[Any, Any] | None = None, *, null: Any = None) -> Rule:
     """Return the rule that gives `key` the value, or `null` for None; with `convert`, what that has for the value."""
 
-    def rule(found: Found) -> None:
+    def rule(leaf: Leaf) -> None:
         if convert is None:
-            found.map(key, null if found.value is None else found.value)
-        elif found.value in convert:
-            found.map(key, convert[found.value])
+            leaf.map(key, null if leaf.value is None else leaf.value)
+        elif leaf.value in convert:
+            leaf.map(key, convert[leaf.value])
         else:
-            found.say("not yet", f"rlctl knows {', '.join(map(str, convert))}", key)
+            leaf.say("not yet", f"rlctl knows {', '.join(map(str, convert))}", key)
 
     return rule
 
 
 def logs(reason: str) -> Rule:
     """Return the rule of a log or validation key that rlctl replaces, for `reason`."""
-    return lambda found: found.say("logging", reason)
+    return lambda leaf: leaf.say("logging", reason)
 
 
-def only(*accepted: Any, why: str, settled_by: str | None = None, otherwise: Status = "not yet") -> Rule:
+def only(*accepted: Any, reason: str, settled_by: str | None = None, otherwise: Status = "not yet") -> Rule:
     """Return the rule of a key that runs with one of `accepted` and cannot run otherwise yet."""
 
-    def rule(found: Found) -> None:
-        if found.value in accepted or (None in accepted and found.value in ({}, [])):
-            found.skip("what rlctl does")
+    def rule(leaf: Leaf) -> None:
+        if leaf.value in accepted or (None in accepted and leaf.value in ({}, [])):
+            leaf.skip("what rlctl does")
         else:
-            found.say(otherwise, why, settled_by)
+            leaf.say(otherwise, reason, settled_by)
 
     return rule
 
 
-def differs(*same: Any, why: str) -> Rule:
+def differs(*same: Any, reason: str) -> Rule:
     """Return the rule of a key that runs in any case, but exactly as written only with one of `same`."""
-    return only(*same, why=why, otherwise="changed")
+    return only(*same, reason=reason, otherwise="changed")
 
 
-def when(on: str | Callable[[Found], object], rule: Rule, otherwise: str | Rule) -> Rule:
+def when(on: str | Callable[[Leaf], object], rule: Rule, otherwise: str | Rule) -> Rule:
     """Return a rule that applies `rule` if the key `on` is on (or `on` returns true), else `otherwise`, or skips with
     that reason."""
 
-    def applied(found: Found) -> None:
-        if found.get(on) if isinstance(on, str) else on(found):
-            rule(found)
+    def applied(leaf: Leaf) -> None:
+        if leaf.get(on) if isinstance(on, str) else on(leaf):
+            rule(leaf)
         elif isinstance(otherwise, str):
-            found.skip(otherwise)
+            leaf.skip(otherwise)
         else:
-            otherwise(found)
+            otherwise(leaf)
 
     return applied
 
 
 def if_on(rule: Rule) -> Rule:
-    return when(lambda found: found.value, rule, "it is off")
+    return when(lambda leaf: leaf.value, rule, "it is off")
 
 
-def hand_on(found: Found, key: str, otherwise: Rule | None = None) -> None:
+def hand_on(leaf: Leaf, key: str, otherwise: Rule | None = None) -> None:
     """Set the field `key` of Megatron-Core or vLLM; `otherwise` if the installed version lacks it (None: unknown
     key)."""
     target = TARGETS[key.partition(".")[0]]
-    if found.value is None or found.value == {}:
-        found.skip("unset")
+    if leaf.value is None or leaf.value == {}:
+        leaf.skip("unset")
     elif target_of(key) is None or installed_field(key) is not None or target.fields() is None:
-        ours, translated = canonical(key, found.value)
-        why = checked(key, found.value)[1] if ours == key else None
-        if why:
-            found.say("not yet", f"{key}: {why}")
+        ours, translated = canonical(key, leaf.value)
+        reason = checked(key, leaf.value)[1] if ours == key else None
+        if reason:
+            leaf.say("not yet", f"{key}: {reason}")
         else:
-            found.map(ours, translated)
+            leaf.map(ours, translated)
     elif otherwise is not None:
-        otherwise(found)
+        otherwise(leaf)
     else:
-        found.say("not known", f"rlctl does not know this key, nor is it a field of {target.words()}")
+        leaf.say("not known", f"rlctl does not know this key, nor is it a field of {target.words()}")
 
 
 def rule_of(key: str, table: Mapping[str, Rule]) -> Rule | None:
@@ -135,15 +135,15 @@ def rule_of(key: str, table: Mapping[str, Rule]) -> Rule | None:
     return next((table[name] for name in (key, *sections) if name in table), None)
 
 
-def apply_rule(rule: Rule, found: Found) -> None:
+def apply_rule(rule: Rule, leaf: Leaf) -> None:
     """Map a key. If its rule fails, for example on another type, nothing is kept and the report says so."""
-    result = found.result
-    values, source, told = dict(result.values), dict(result.source), len(result.entries)
+    result = leaf.result
+    values, source, before = dict(result.values), dict(result.source), len(result.entries)
     try:
-        rule(found)
+        rule(leaf)
     except InputError:  # a ValueError too, with a sentence of its own
         raise
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
         result.values, result.source = values, source
-        del result.entries[told:]
-        found.say("not yet", "rlctl cannot read such a value, or not with the values of the keys next to it")
+        del result.entries[before:]
+        leaf.say("not yet", "rlctl cannot read such a value, or not with the values of the keys next to it")

@@ -44,11 +44,11 @@ class Series:
 
 def thinned(points: Sequence[Point], size: int) -> list[tuple[float, float, float, float]]:
     """Return one point in place of each `size` neighbors: the means of x and value, the lowest and highest value."""
-    found = []
+    kept = []
     for first in range(0, len(points), size):
         xs, ys = zip(*points[first : first + size], strict=True)
-        found.append((fmean(xs), fmean(ys), min(ys), max(ys)))
-    return found
+        kept.append((fmean(xs), fmean(ys), min(ys), max(ys)))
+    return kept
 
 
 def segments(points: Sequence[Point]) -> list[Sequence[Point]]:
@@ -63,11 +63,11 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
     """Return the exponential moving average over about a fifteenth of the points, without a bias to the first."""
     keep = 1 - 2 / (max(5.0, len(points) / 15) + 1)
     total = weight = 0.0
-    found = []
+    averages = []
     for x, value in points:
         total, weight = keep * total + value, keep * weight + 1
-        found.append((x, total / weight))
-    return found
+        averages.append((x, total / weight))
+    return averages
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -160,9 +160,9 @@ class Axes:
 def line_chart(series: Sequence[Series], label: str, steps: Point, unit: str = "value") -> str:
     """Return a line chart; nothing without points. The axis is logarithmic for wide positive ranges. Long lines are
     smoothed over faint points; a band shows the spread of runs."""
-    shown = [one for one in series if one.points]
-    values = [value for one in shown for _, value in one.points]
-    values += [end for one in shown for _, *ends in one.band for end in ends]
+    drawable = [curve for curve in series if curve.points]
+    values = [value for curve in drawable for _, value in curve.points]
+    values += [end for curve in drawable for _, *ends in curve.band for end in ends]
     if not values:
         return ""
     log = min(values) > 0 and max(values) > LOG_RANGE * min(values)
@@ -176,40 +176,40 @@ def line_chart(series: Sequence[Series], label: str, steps: Point, unit: str = "
         else:
             low, high = bottom, top
     axes = Axes(steps, (low, high), log=log)
-    spoken = ". ".join([label, *map(_spoken, shown)])
-    return _svg(axes.frame(unit) + "".join(_line(axes, one) for one in shown), spoken)
+    spoken = ". ".join([label, *map(_spoken, drawable)])
+    return _svg(axes.frame(unit) + "".join(_line(axes, curve) for curve in drawable), spoken)
 
 
-def _spoken(one: Series) -> str:
+def _spoken(curve: Series) -> str:
     """Return the text alternative of a line: some of its values, the first and the last included, and its range."""
-    points, last = one.points, len(one.points) - 1
+    points, last = curve.points, len(curve.points) - 1
     places = sorted({round(last * place / (SPOKEN - 1)) for place in range(SPOKEN)})
     ends = [pick(points, key=lambda point: point[1]) for pick in (min, max)]
-    shown = [*(points[place] for place in places), *ends]
-    texts = numbers([value for _, value in shown], ends[1][1] - ends[0][1] or math.inf)
-    *values, lowest, highest = (f"{text} at step {step:,.0f}" for text, (step, _) in zip(texts, shown, strict=True))
+    sample = [*(points[place] for place in places), *ends]
+    texts = numbers([value for _, value in sample], ends[1][1] - ends[0][1] or math.inf)
+    *values, lowest, highest = (f"{text} at step {step:,.0f}" for text, (step, _) in zip(texts, sample, strict=True))
     extremes = f"; lowest {lowest}, highest {highest}" if last >= SPOKEN else ""
-    return f"{one.name}: {', '.join(values)}{extremes}"
+    return f"{curve.name}: {', '.join(values)}{extremes}"
 
 
-def _line(axes: Axes, one: Series) -> str:
-    color, size = f"c{one.color % COLORS}", max(1, math.ceil(len(one.points) / MOST_POINTS))
-    parts = segments(one.points)
+def _line(axes: Axes, curve: Series) -> str:
+    color, size = f"c{curve.color % COLORS}", max(1, math.ceil(len(curve.points) / MOST_POINTS))
+    parts = segments(curve.points)
     courses = [thinned(part, size) for part in parts]
     bands = [[(x, low, high) for x, _, low, high in course] for course in courses] if size > 1 else []
     shapes = []
-    for band in [one.band[::size]] if one.band else bands:
+    for band in [curve.band[::size]] if curve.band else bands:
         outline = [*((x, high) for x, _, high in band), *((x, low) for x, low, _ in reversed(band))]
         shapes.append(f'<path class="{color} band" d="{axes.path(outline)}Z"/>')
-    few = len(one.points) < SMOOTH_FROM
+    few = len(curve.points) < SMOOTH_FROM
     dotted = [point for course in courses if few or len(course) == 1 for point in course]
     if not few:
         shapes += [f'<path class="{color} faint" d="{axes.path(course)}"/>' for course in courses]
-        smooth = dict(smoothed(one.points))
+        smooth = dict(smoothed(curve.points))
         courses = [thinned([(x, smooth[x]) for x, _ in part], size) for part in parts]
     shapes += [f'<path class="{color}" d="{axes.path(course)}"/>' for course in courses]
     shapes += [f'<circle cx={axes.x(x):.1f} cy={axes.y(y):.1f} r=2 class="{color} dot"/>' for x, y, *_ in dotted]
-    return f"<g><title>{html.escape(one.name)}</title>{''.join(shapes)}</g>"
+    return f"<g><title>{html.escape(curve.name)}</title>{''.join(shapes)}</g>"
 
 
 def bar_chart(steps: Sequence[tuple[float, Mapping[str, float]]], parts: Sequence[str], label: str) -> str:

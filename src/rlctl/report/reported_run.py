@@ -82,9 +82,9 @@ class ReportedRun:
         validated = metric.startswith(VALIDATION)
         if not (validated or metric in ("reward_mean", "accuracy") or metric.startswith("reward_")):
             return {"run.algorithm": self.config.get("run.algorithm", "")} if metric == "loss" else {}
-        wanted = (*SAMPLED, "validation.") if validated else SAMPLED
+        prefixes = (*SAMPLED, "validation.") if validated else SAMPLED
         left_out = (*SCHEDULE, "generation.temperature") if validated else ()  # it has a temperature of its own
-        values = {key: value for key, value in self.config.items() if key.startswith(wanted) and key not in left_out}
+        values = {key: value for key, value in self.config.items() if key.startswith(prefixes) and key not in left_out}
         return {**values, **self.contents}
 
 
@@ -99,8 +99,8 @@ class Arm:
         names = [run.name for run in self.runs]
         if len(names) == 1:
             return names[0]
-        shown = ", ".join(names) if len(names) < 4 else f"{names[0]}, ..., {names[-1]}"
-        return f"{shown} ({len(names)} seeds)"
+        listing = ", ".join(names) if len(names) < 4 else f"{names[0]}, ..., {names[-1]}"
+        return f"{listing} ({len(names)} seeds)"
 
     @cached_property
     def columns(self) -> dict[str, list[tuple[float, float]]]:
@@ -119,24 +119,24 @@ class Arm:
         return [(step, min(values), max(values)) for step, values in self._values(name)]
 
     def _values(self, name: str) -> list[tuple[float, list[float]]]:
-        found: dict[float, list[float]] = {}
+        by_step: dict[float, list[float]] = {}
         for run in self.runs:
             for step, value in run.points(name):
-                found.setdefault(step, []).append(value)
-        return sorted(found.items())
+                by_step.setdefault(step, []).append(value)
+        return sorted(by_step.items())
 
     def change(self, metric: str, *, training: bool = False) -> MetricChange | None:
         """Return how a metric has changed: of several seeds their means, with the standard errors over the seeds."""
-        found = [one for run in self.runs if (one := change(run.lines, metric, training=training))]
-        if len(found) < 2:
-            return found[0] if found else None
-        firsts = [one.first.value for one in found if one.first]
+        changes = [run_change for run in self.runs if (run_change := change(run.lines, metric, training=training))]
+        if len(changes) < 2:
+            return changes[0] if changes else None
+        firsts = [arm_change.first.value for arm_change in changes if arm_change.first]
         return replace(
-            found[0],
-            first=Mean.of(firsts) if len(firsts) == len(found) else None,
-            last=Mean.of([one.last.value for one in found]),
-            began=found[0].began,
-            ended=f"{found[0].ended}, {len(found)} seeds",
+            changes[0],
+            first=Mean.of(firsts) if len(firsts) == len(changes) else None,
+            last=Mean.of([arm_change.last.value for arm_change in changes]),
+            began=changes[0].began,
+            ended=f"{changes[0].ended}, {len(changes)} seeds",
         )
 
     def values(self, key: str) -> str:
@@ -145,35 +145,35 @@ class Arm:
 
 def arms(runs: Sequence[ReportedRun]) -> list[Arm]:
     """Group runs that differ only by seed, in order of appearance."""
-    found: dict[Any, list[ReportedRun]] = {}
+    by_config: dict[Any, list[ReportedRun]] = {}
     for place, run in enumerate(runs):
-        own = {key: value for key, value in run.config.items() if key != SEED and key not in OWN}
-        found.setdefault(repr(sorted(own.items())) if own else place, []).append(run)
+        settings = {key: value for key, value in run.config.items() if key != SEED and key not in OWN}
+        by_config.setdefault(repr(sorted(settings.items())) if settings else place, []).append(run)
     together = [
         [tuple(group)] if len({run.config.get(SEED) for run in group}) == len(group) else [(run,) for run in group]
-        for group in found.values()
+        for group in by_config.values()
     ]
-    return [Arm(one) for group in together for one in group]
+    return [Arm(seeds) for group in together for seeds in group]
 
 
-def differences(found: Sequence[Arm]) -> list[tuple[str, list[str]]]:
+def differences(arms: Sequence[Arm]) -> list[tuple[str, list[str]]]:
     """Return each key whose values are not the same in all arms, with its value in each."""
-    keys = sorted({key for arm in found for run in arm.runs for key in run.config} - set(OWN))
-    rows = [(key, [arm.values(key) for arm in found]) for key in keys]
+    keys = sorted({key for arm in arms for run in arm.runs for key in run.config} - set(OWN))
+    rows = [(key, [arm.values(key) for arm in arms]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def alike(found: Sequence[Arm], metric: str) -> list[list[int]]:
+def alike(arms: Sequence[Arm], metric: str) -> list[list[int]]:
     """Group the arms with a metric by how they measured it."""
     groups: dict[str, list[int]] = {}
-    for place, arm in enumerate(found):
+    for place, arm in enumerate(arms):
         if metric in arm.columns:
             groups.setdefault(repr(sorted(arm.runs[0].way(metric).items())), []).append(place)
     return list(groups.values())
 
 
-def unlike(found: Sequence[Arm], metric: str) -> list[str]:
+def unlike(arms: Sequence[Arm], metric: str) -> list[str]:
     """Return how a metric's measurement differs between arms."""
-    ways = [arm.runs[0].way(metric) for arm in found if metric in arm.columns]
+    ways = [arm.runs[0].way(metric) for arm in arms if metric in arm.columns]
     keys = dict.fromkeys(key for way in ways for key in way)
     return [key for key in keys if len({way.get(key) for way in ways}) > 1]

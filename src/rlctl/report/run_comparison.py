@@ -90,7 +90,7 @@ def compare_memory(run: Path) -> list[PlannedAndMeasured]:
         seen = max((rank.get("host" if cpu else "device", 0) for rank in measured.get(process, ())), default=0) / GIB
         parts = [plan["memory_gib"].get(phase, {}).items() for phase in phases]
         left_out = ("total",) if cpu else ELSEWHERE
-        expected = max(sum(value for name, value in held if name not in left_out) for held in parts)
+        expected = max(sum(value for name, value in memory_parts if name not in left_out) for memory_parts in parts)
         if seen:
             off = abs(expected - seen) > TOLERANCE * seen
             rows.append(PlannedAndMeasured(process, expected, seen, MEMORY_SUSPECTS[process] if off else None))

@@ -63,7 +63,7 @@ def compare_runs(directories: Sequence[Path], output: Path | None) -> Path:
     """Write the report of one run, or one page for several; return where. Raises InputError for a directory that holds
     no run, or a run without a step."""
     runs = [RunDirectory(directory) for directory in directories]
-    found = [reported(run, state_of(run)) for run in runs]
+    reports = [reported(run, state_of(run)) for run in runs]
     if output is None:
         output = runs[0].report if len(runs) == 1 else Path("report.html").absolute()
     if not output.parent.is_dir():
@@ -72,8 +72,8 @@ def compare_runs(directories: Sequence[Path], output: Path | None) -> Path:
         raise InputError(f"--output {output} cannot be written: it is not a file.", "Name another place.")
     names = [run.name for run in runs]
     if len(set(names)) < len(names):  # several runs in directories of one name
-        found = [replace(one, name=str(directory)) for one, directory in zip(found, directories, strict=True)]
-    write_page(output, found)
+        reports = [replace(report, name=str(directory)) for report, directory in zip(reports, directories, strict=True)]
+    write_page(output, reports)
     return output
 
 
@@ -134,27 +134,29 @@ def _steps(manifest: Mapping[str, Any]) -> int | None:
 def _identity(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     command, model, data = manifest.get("command") or [], manifest.get("model") or {}, manifest.get("data") or {}
     packages = {"rlctl": manifest.get("rlctl"), "python": manifest.get("python"), **(manifest.get("packages") or {})}
-    found = {
+    labels = {
         "model": model.get("label") or _value(manifest, "model.name"),
         "data": _value(manifest, "data.name") or ", ".join(name for name in data if isinstance(data[name], dict)),
         "algorithm": (manifest.get("algorithm") or {}).get("name"),
         "command": shlex.join(["rlctl", *map(str, command[1:])]) if command else "",
-        "commit": ", ".join(f"{what} {commit}" for what, commit in (manifest.get("commits") or {}).items() if commit),
+        "commit": ", ".join(
+            f"{repository} {commit}" for repository, commit in (manifest.get("commits") or {}).items() if commit
+        ),
         "versions": ", ".join(f"{name} {version}" for name, version in packages.items() if version),
     }
-    return [(label, str(value)) for label, value in found.items() if value]
+    return [(label, str(value)) for label, value in labels.items() if value]
 
 
 def _facts(manifest: Mapping[str, Any], run: RunDirectory) -> list[tuple[str, str]]:
     plan = manifest.get("plan") or {}
-    found = {
+    labels = {
         "machine": _machine(plan.get("cluster") or {}),
         "training": _sizes(plan.get("training") or {}, ("backend", "tp", "pp", "cp", "ep", "dp", "precision")),
         "generation": _sizes(plan.get("generation") or {}, ("engines", "tp", "dp")),
         "directory": str(run.path),
         **(manifest.get("host") or {}),
     }
-    return [(label, str(value)) for label, value in found.items() if value]
+    return [(label, str(value)) for label, value in labels.items() if value]
 
 
 def _machine(cluster: Mapping[str, Any]) -> str:
@@ -183,11 +185,11 @@ def _settings(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def _forecasts(run: Path) -> list[Forecast]:
     with contextlib.suppress(InputError, OSError, KeyError, TypeError, ValueError, RecursionError):
         times = [Forecast(row.name, "s", row.predicted, row.measured) for row in compare_run(run)]
-        shown = [row for row in times if row.predicted >= 0.005 or row.measured >= 0.005]
+        compared = [row for row in times if row.predicted >= 0.005 or row.measured >= 0.005]
         memory = [
             Forecast(f"memory, {row.name} process", "GiB", row.predicted, row.measured) for row in compare_memory(run)
         ]
-        return [*shown, *memory]
+        return [*compared, *memory]
     return []
 
 
@@ -203,15 +205,15 @@ def _samples(
     if not steps:
         return []
     chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
-    found = []
+    samples_by_step = []
     for step in chosen:
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             text = (directory / f"step_{step}.jsonl").read_text(encoding="utf-8")
             lines = text.split("\n")  # others may be in a completion
             samples = [sample for sample in map(json.loads, filter(None, lines)) if isinstance(sample, dict)]
             if samples:
-                found.append((step, selected(samples)))
-    return found
+                samples_by_step.append((step, selected(samples)))
+    return samples_by_step
 
 
 def _first(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ def _ratio(measured: float | None, predicted: float | None) -> float | None:
 
 
 def _row(seconds: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
-    means = {key: fmean(float(one.get(key) or 0.0) for one in seconds) for key in COLUMNS}
+    means = {key: fmean(float(line.get(key) or 0.0) for line in seconds) for key in COLUMNS}
     rest = means["total"] - sum(value for key, value in means.items() if key != "total")
     return {key: round(value, 3) for key, value in (means | {"other": max(0.0, rest)}).items()}
 

@@ -46,9 +46,9 @@ class PageServer(ThreadingHTTPServer):
             except (OSError, OverflowError) as error:
                 if place + 1 < len(ports):
                     continue
-                why = getattr(error, "strerror", None) or error
+                reason = getattr(error, "strerror", None) or error
                 hint = "Name another --port (0: any that is free), or another --host."
-                raise InputError(f"--host {host} --port {number} cannot be listened on: {why}.", hint) from error
+                raise InputError(f"--host {host} --port {number} cannot be listened on: {reason}.", hint) from error
 
     @property
     def address(self) -> str:
@@ -62,12 +62,12 @@ class PageServer(ThreadingHTTPServer):
             parts: list[object] = [self.run.is_locked()]
             for path in (self.run.metrics, self.run.log, self.run.path / "manifest.json", self.run.memory):
                 with contextlib.suppress(OSError):
-                    found = path.stat()
-                    parts.append((path.name, found.st_size, found.st_mtime_ns))
+                    status = path.stat()
+                    parts.append((path.name, status.st_size, status.st_mtime_ns))
             tag = f'"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"'
             if tag != self._page[0]:
-                shown = page([reported(self.run, state_of(self.run), begun=False)], SCRIPT.read_text(encoding="utf-8"))
-                self._page = (tag, shown.encode(errors="replace"))
+                html = page([reported(self.run, state_of(self.run), begun=False)], SCRIPT.read_text(encoding="utf-8"))
+                self._page = (tag, html.encode(errors="replace"))
             return self._page
 
     def exposition(self) -> str:

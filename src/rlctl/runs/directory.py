@@ -85,15 +85,15 @@ class RunDirectory:
         shutil.rmtree(self.logs, ignore_errors=True)
 
     def _require_free(self) -> None:
-        why, advice = None, "Name another directory."
+        problem, advice = None, "Name another directory."
         if self.path.is_file():
-            why, advice = "is a file", "Name a directory."
+            problem, advice = "is a file", "Name a directory."
         elif (self.path / MANIFEST).exists():
-            why, advice = "holds a run already", "Add --resume to continue it, or name another directory."
+            problem, advice = "holds a run already", "Add --resume to continue it, or name another directory."
         elif self.path.is_dir() and {entry.name for entry in self.path.iterdir()} - {LOCK, LOGS}:
-            why = "is not empty and holds no run"
-        if why:
-            raise InputError(f"--run-dir {self.path} {why}.", advice)
+            problem = "is not empty and holds no run"
+        if problem:
+            raise InputError(f"--run-dir {self.path} {problem}.", advice)
 
     def abandon(self, *, keep_logs: bool) -> None:
         """Undo `create` for a run without steps, keeping at most the workers' logs."""
@@ -121,18 +121,18 @@ class RunDirectory:
         try:
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            why = f"--run-dir {self.path} cannot be written to: {error.strerror}."
-            raise InputError(why, "Name another directory.") from error
+            reason = f"--run-dir {self.path} cannot be written to: {error.strerror}."
+            raise InputError(reason, "Name another directory.") from error
         try:
             free = lock_file(self._lock)
         except OSError as error:
             self.release()
-            why = f"--run-dir {self.path} is on a file system that locks no files: {error.strerror}."
-            raise InputError(why, "Mount it with locks (Lustre: `flock`), or name a directory elsewhere.") from error
+            reason = f"--run-dir {self.path} is on a file system that locks no files: {error.strerror}."
+            raise InputError(reason, "Mount it with locks (Lustre: `flock`), or name a directory elsewhere.") from error
         if not free:
             self.release()
-            why = f"Another process is writing to the run {self.path}."
-            raise InputError(why, "Wait for it to end, or name another --run-dir.")
+            reason = f"Another process is writing to the run {self.path}."
+            raise InputError(reason, "Wait for it to end, or name another --run-dir.")
 
     def blame(self, node: str | None) -> None:
         """Keep the address of the node that ended the run in `fault-node`, for a script that queues the run again."""
@@ -185,15 +185,15 @@ class RunDirectory:
         """Return the manifest. Raises InputError when it is unreadable."""
         path = self.path / MANIFEST
         try:
-            found = dict(json.loads(path.read_text(encoding="utf-8")))
-            parts = [*(found.get(part, {}) for part in ("plan", "model", "data")), *found["config"].values()]
+            content = dict(json.loads(path.read_text(encoding="utf-8")))
+            parts = [*(content.get(part, {}) for part in ("plan", "model", "data")), *content["config"].values()]
             if not all(isinstance(part, dict) for part in parts):
                 raise ValueError("it is not the manifest of a run")
         except (FileNotFoundError, NotADirectoryError) as error:
             raise InputError(f"{self.path} is not a run: it has no {MANIFEST}.", "Check the path.") from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(f"{path} cannot be read: {error}.", "Start a new run.") from error
-        return found
+        return content
 
     @contextlib.contextmanager
     def opened_from_here(self) -> Iterator[None]:
@@ -223,13 +223,17 @@ class RunDirectory:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return resumable checkpoints, oldest first: with readable state and no known damage."""
-        return [one for one in self.checkpoint_directories() if one.step not in self.damaged and one.readable]
+        return [
+            checkpoint
+            for checkpoint in self.checkpoint_directories()
+            if checkpoint.step not in self.damaged and checkpoint.readable
+        ]
 
     def checkpoint_directories(self) -> list[Checkpoint]:
         """Return what stands in the place of a checkpoint, damaged or not, oldest first."""
         directory = self.path / CHECKPOINTS
-        found = directory.iterdir() if directory.is_dir() else ()
-        steps = [(CHECKPOINT_NAME.fullmatch(entry.name), entry) for entry in found]
+        entries = directory.iterdir() if directory.is_dir() else ()
+        steps = [(CHECKPOINT_NAME.fullmatch(entry.name), entry) for entry in entries]
         return sorted((Checkpoint(int(m[1]), entry) for m, entry in steps if m), key=lambda checkpoint: checkpoint.step)
 
     def open_metrics(self, checkpoint: Checkpoint | None) -> MetricsFile:
@@ -244,30 +248,42 @@ class RunDirectory:
         """Remove checkpoints outside the newest and the best by metric `by` (slash-separated); without limits none."""
         if keep_last is None and keep_best is None:
             return
-        found = self.checkpoints()
-        newest = found[-(keep_last or 1) :]  # the newest is what a resume needs
-        newest += [one for one in found if one.good][-1:]  # where training has gone wrong since, this is
-        best = self._best(found, keep_best, by) if keep_best else []
-        for checkpoint in found:
+        checkpoints = self.checkpoints()
+        newest = checkpoints[-(keep_last or 1) :]  # the newest is what a resume needs
+        newest += [checkpoint for checkpoint in checkpoints if checkpoint.good][
+            -1:
+        ]  # where training has gone wrong since, this is
+        best = self._best(checkpoints, keep_best, by) if keep_best else []
+        for checkpoint in checkpoints:
             if checkpoint not in (*newest, *best):
                 aside = checkpoint.path.with_name(f".{checkpoint.path.name}{REMOVED}")
                 checkpoint.path.rename(aside)  # at once: a part of it would be taken for a checkpoint
                 shutil.rmtree(aside)
 
-    def _best(self, found: Sequence[Checkpoint], count: int, by: str) -> list[Checkpoint]:
+    def _best(self, checkpoints: Sequence[Checkpoint], count: int, by: str) -> list[Checkpoint]:
         """Return the best `count` of `found`, and with `reward_mean` those whose weights no step has rewards of yet."""
-        earned = None if by.startswith(VALIDATION_PREFIX) else self._earned(found, by)
-        goodness = {one.step: one.goodness(by) if earned is None else earned.get(one.version) for one in found}
-        known = [one for one in found if goodness[one.step] is not None]
-        best = sorted(known, key=lambda one: (-(goodness[one.step] or 0.0), -one.step))[:count]
+        earned = None if by.startswith(VALIDATION_PREFIX) else self._earned(checkpoints, by)
+        goodness = {
+            checkpoint.step: checkpoint.goodness(by) if earned is None else earned.get(checkpoint.version)
+            for checkpoint in checkpoints
+        }
+        measured_checkpoints = [checkpoint for checkpoint in checkpoints if goodness[checkpoint.step] is not None]
+        best = sorted(
+            measured_checkpoints, key=lambda checkpoint: (-(goodness[checkpoint.step] or 0.0), -checkpoint.step)
+        )[:count]
         measured = max(earned or {}, default=-1)
-        return [*best, *(one for one in found if earned is not None and one.version > measured)]
+        return [
+            *best,
+            *(checkpoint for checkpoint in checkpoints if earned is not None and checkpoint.version > measured),
+        ]
 
-    def _earned(self, found: Sequence[Checkpoint], name: str) -> dict[int, float]:
+    def _earned(self, checkpoints: Sequence[Checkpoint], name: str) -> dict[int, float]:
         """Return the mean of a metric of rollouts over the tokens that each version of the weights has sampled: a step
         measures the weights before its update, and with asynchronous rollouts older ones."""
         lines = {line["step"]: line for line in read_metrics(self.metrics)}
-        lines |= {one.step: one.state()["metrics"] for one in found if one.readable}  # the newest has no line yet
+        lines |= {
+            checkpoint.step: checkpoint.state()["metrics"] for checkpoint in checkpoints if checkpoint.readable
+        }  # the newest has no line yet
         sums: dict[int, list[float]] = {}
         for line in lines.values():
             if isinstance(value := line.get(name), float | int):
@@ -325,15 +341,15 @@ class Checkpoint:
         """Return the loop's saved state."""
         path = self.path / STATE
         try:
-            found = dict(json.loads(path.read_text(encoding="utf-8")))
+            content = dict(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            why = f"Checkpoint {self.path} has no readable {STATE}: {error}."
-            raise InputError(why, "Remove it to resume from the one before.") from error
-        lacks = [name for name, kind in STATE_PARTS.items() if not isinstance(found.get(name), kind)]
-        if lacks or not found["files"]:
-            why = f"{path} lacks {listed(lacks or ['the digests of its files'])}."
-            raise InputError(why, "Remove the checkpoint to resume from the one before.")
-        return found
+            problem = f"Checkpoint {self.path} has no readable {STATE}: {error}."
+            raise InputError(problem, "Remove it to resume from the one before.") from error
+        lacks = [name for name, kind in STATE_PARTS.items() if not isinstance(content.get(name), kind)]
+        if lacks or not content["files"]:
+            problem = f"{path} lacks {listed(lacks or ['the digests of its files'])}."
+            raise InputError(problem, "Remove the checkpoint to resume from the one before.")
+        return content
 
     @property
     def readable(self) -> bool:
@@ -380,8 +396,8 @@ class NewCheckpoint:
             yield
         except BaseException as error:
             # That space was lacking arrives as text where a worker met it.
-            said = os.strerror(errno.ENOSPC) in str(error)
-            full = isinstance(error, Exception) and (said or is_full(self._final.parents[1], error))
+            disk_full = os.strerror(errno.ENOSPC) in str(error)
+            full = isinstance(error, Exception) and (disk_full or is_full(self._final.parents[1], error))
             self.discard()
             # Some of our own errors are OSErrors too.
             if not full and (isinstance(error, RlctlError) or not isinstance(error, OSError)):

@@ -39,16 +39,16 @@ def chosen(groups: Sequence[RolloutGroup], count: int) -> list[tuple[RolloutGrou
         return []
     best = next(pair for pair in pairs if (pair[1].reward or 0.0) == (pairs[-1][1].reward or 0.0))
     others = [pair for pair in pairs if pair[0] is not best[0]] or [pair for pair in pairs if pair is not best]
-    found = [best, *others[:1]]
+    picks = [best, *others[:1]]
     places = {group.position: place for place, group in enumerate(groups)}
     rest = sorted(
-        (pair for pair in pairs if all(pair is not taken for taken in found)), key=lambda pair: pair[1].sample
+        (pair for pair in pairs if all(pair is not taken for taken in picks)), key=lambda pair: pair[1].sample
     )
-    while rest and len(found) < count:
-        held = [group.position for group, _ in found]
-        found.append(min(rest, key=lambda pair: (held.count(pair[0].position), places[pair[0].position])))
-        rest = [pair for pair in rest if pair is not found[-1]]
-    return found[:count]
+    while rest and len(picks) < count:
+        picked_positions = [group.position for group, _ in picks]
+        picks.append(min(rest, key=lambda pair: (picked_positions.count(pair[0].position), places[pair[0].position])))
+        rest = [pair for pair in rest if pair is not picks[-1]]
+    return picks[:count]
 
 
 def kept_steps(run: Path) -> dict[int, Path]:
@@ -65,20 +65,20 @@ def read_samples(run: Path, step: int | None = None) -> list[Sample]:
     if step is not None and step not in steps:
         there = f"It kept some of steps {min(steps)} to {max(steps)}." if steps else "It kept none (run.log_rollouts)."
         raise InputError(f"--step {step}: {run} holds no samples of it.", there)
-    found: list[Sample] = []
+    samples: list[Sample] = []
     for number in sorted(steps) if step is None else [step]:
         try:
             for line in filter(None, steps[number].read_text(encoding="utf-8").split("\n")):  # others may be in a text
-                found.append({"step": number} | json.loads(line))
-                if not isinstance(found[-1].get("reward"), int | float | None):  # a run may have no rewards
+                samples.append({"step": number} | json.loads(line))
+                if not isinstance(samples[-1].get("reward"), int | float | None):  # a run may have no rewards
                     raise TypeError("a reward is not a number")
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise InputError(
                 f"{steps[number]} cannot be read: {error}.", "Remove it, or name another --step."
             ) from error
-    if not found:
+    if not samples:
         raise InputError(f"{run} holds no samples of rollouts.", "A run keeps run.log_rollouts of each step.")
-    return found
+    return samples
 
 
 def sample_text(sample: Sample, *, draws: bool = False) -> str:
@@ -94,16 +94,16 @@ def sample_text(sample: Sample, *, draws: bool = False) -> str:
         *filter(None, marks),
         f"{sample.get('tokens')} tokens",
     ]
-    rendered, said = sample.get("rendered"), conversation(sample)
-    shown = [("prompt", rendered), said[-1]] if rendered else said
+    rendered, turns = sample.get("rendered"), conversation(sample)
+    visible = [("prompt", rendered), turns[-1]] if rendered else turns
     parts = [" · ".join(heading)]
-    for role, text in shown[:-1]:
+    for role, text in visible[:-1]:
         parts += [f"  {role}", *_indented(text)]
     for image in sample.get(IMAGES) or ():
         parts += [f"  {caption(image)}", *(f"    {line}" for line in (drawn(image) if draws else ()))]
     if more := sample.get(MORE_IMAGES):
         parts.append(f"  {more} more image{'s' * (more > 1)}")
-    role, text = shown[-1]
+    role, text = visible[-1]
     parts += [f"  {role}", *_indented(text)]
     if sample.get("answer") is not None:
         parts += ["  answer", *_indented(as_text(sample["answer"]))]
@@ -112,12 +112,12 @@ def sample_text(sample: Sample, *, draws: bool = False) -> str:
 
 def one_line(sample: Sample, name: str, width: int) -> str:
     """Return a sample in at most `width` columns: the end of its question, and the beginning of the completion."""
-    asked, said = (" ".join(one.text.split()) for one in conversation(sample)[-2:])
+    question, answer = (" ".join(turn.text.split()) for turn in conversation(sample)[-2:])
     head = "sample  " if sample["reward"] is None else f"{name:>7} {sample['reward']:.3f}  "
     room = max(20, width - len(head) - 4)
-    asked = asked if len(asked) <= room // 2 else f"...{asked[-(room // 2 - 3) :]}"
-    left = room - len(asked)
-    return f"{head}{asked} -> {said if len(said) <= left else said[: left - 3] + '...'}"
+    question = question if len(question) <= room // 2 else f"...{question[-(room // 2 - 3) :]}"
+    left = room - len(question)
+    return f"{head}{question} -> {answer if len(answer) <= left else answer[: left - 3] + '...'}"
 
 
 def _indented(text: str) -> list[str]:

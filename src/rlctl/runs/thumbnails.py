@@ -27,9 +27,9 @@ def thumbnails(media: Sequence[MediaPart]) -> dict[str, Any]:
     """Return the fields of a sample with thumbnails of its first images; empty without images."""
     from PIL import Image
 
-    found: dict[str, Any] = {IMAGES: [_thumbnail(Image.fromarray(one.data)) for one in media[:MOST_IMAGES]]}
+    content: dict[str, Any] = {IMAGES: [_thumbnail(Image.fromarray(part.data)) for part in media[:MOST_IMAGES]]}
     more = {MORE_IMAGES: len(media) - MOST_IMAGES} if len(media) > MOST_IMAGES else {}
-    return found | more if media else {}
+    return content | more if media else {}
 
 
 def _thumbnail(image: Image) -> dict[str, Any]:
@@ -54,10 +54,10 @@ def drawn(image: dict[str, Any]) -> list[str]:
     from PIL import Image
 
     data = base64.b64decode(image["thumbnail"].partition(",")[2])
-    shown = Image.open(io.BytesIO(data)).convert("RGB")
-    width = max(1, min(COLUMNS, round(TALLEST * shown.width / shown.height)))
-    height = min(TALLEST, max(2, round(width * shown.height / shown.width / 2) * 2))
-    pixels = shown.resize((width, height), Image.Resampling.BOX).load()
+    picture = Image.open(io.BytesIO(data)).convert("RGB")
+    width = max(1, min(COLUMNS, round(TALLEST * picture.width / picture.height)))
+    height = min(TALLEST, max(2, round(width * picture.height / picture.width / 2) * 2))
+    pixels = picture.resize((width, height), Image.Resampling.BOX).load()
     assert pixels is not None
     return [
         "".join(

@@ -229,7 +229,7 @@ class RolloutConfig(EngineConfig):
 
     @property
     def reward_models(self) -> tuple[str, ...]:
-        of_sources = [term for one in self.data.sources if one.reward for term in one.reward.terms]
+        of_sources = [term for source in self.data.sources if source.reward for term in source.reward.terms]
         terms = (*self.reward.terms, *of_sources, *self.validation.reward)
         return tuple(dict.fromkeys(term.name for term in terms if term.name.startswith(MODEL)))
 

@@ -314,8 +314,8 @@ class RunConfig(Section):
     @field_validator("loggers")
     @classmethod
     def validate_loggers(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        known = (*LOGGERS, *plugin_names("rlctl.loggers"))
+        available = (*LOGGERS, *plugin_names("rlctl.loggers"))
         for name in names or ():
-            if name not in known:
-                raise ValueError(f"rlctl has no logger {name!r}, only {', '.join(known)}")
+            if name not in available:
+                raise ValueError(f"rlctl has no logger {name!r}, only {', '.join(available)}")
         return names

@@ -88,8 +88,8 @@ class Display:
 
     def __init__(self, *, steps: int, stream: TextIO | None = None, quiet: bool = False) -> None:
         # soft_wrap: a line of a log file is one line, however narrow the terminal it is read in.
-        wanted = stream or sys.stderr
-        self._stream = wanted if isinstance(wanted, Unbreakable) else Unbreakable(wanted)
+        output = stream or sys.stderr
+        self._stream = output if isinstance(output, Unbreakable) else Unbreakable(output)
         self.console = Console(file=cast(TextIO, self._stream), soft_wrap=True, highlight=False, quiet=quiet)
         self.steps = steps
         self.metrics: Sequence[Metric] = ()
@@ -155,10 +155,10 @@ class Display:
                 file.write(self._unlogged)
             self._log, self._unlogged = path, ""
 
-    def doing(self, what: str, *, own_bar: bool = False) -> None:
+    def doing(self, activity: str, *, own_bar: bool = False) -> None:
         """Begin a phase, of the start or within a step. `own_bar`: it draws in the terminal itself."""
         self._finish_phase()
-        self._turn_to(what)
+        self._turn_to(activity)
         if own_bar:
             self._stop_live()
         else:
@@ -169,9 +169,9 @@ class Display:
         self._finish_phase()
         if self._start:
             line = f"started in {clock(sum(self._start.values()))}"
-            for number, what in enumerate(sorted(self._start, key=lambda what: -self._start[what])):
-                longer = f"{line}{', ' if number else ': '}{what.partition(',')[0]} {self._start[what]:.0f} s"
-                if self._start[what] < LEAST_SHOWN_S or len(longer) > self.width:
+            for number, activity in enumerate(sorted(self._start, key=lambda activity: -self._start[activity])):
+                longer = f"{line}{', ' if number else ': '}{activity.partition(',')[0]} {self._start[activity]:.0f} s"
+                if self._start[activity] < LEAST_SHOWN_S or len(longer) > self.width:
                     break
                 line = longer
             self._print(line)
@@ -210,8 +210,8 @@ class Display:
             self._loss_told = True
             self.note(f"stderr cannot be written ({self._stream.lost}): the run continues, and its messages are here")
 
-    def _turn_to(self, what: str, phase: Phase | None = None) -> None:
-        self._what, self._since, self._phase, self._seen = what, time.monotonic(), phase, {}
+    def _turn_to(self, activity: str, phase: Phase | None = None) -> None:
+        self._what, self._since, self._phase, self._seen = activity, time.monotonic(), phase, {}
 
     def _finish_phase(self) -> None:
         if self._step is None and self._what:
@@ -226,12 +226,12 @@ class Display:
         if self._step is None:
             return f"{self._what} · {clock(now - self._since)}" if self._what else ""
         done = self._seen.get(self._phase) if self._phase is not None else None
-        what = self._what + (f" {done[0]:,}/{done[1]:,}" if done and done[1] > 1 else "")
+        activity = self._what + (f" {done[0]:,}/{done[1]:,}" if done and done[1] > 1 else "")
         inside, left = now - self._step_since, ""
         if self._took:
             usual = sum(self._took) / len(self._took)
             left = f"{clock(max(0.0, usual - inside) + usual * (self.steps - self._step))} left"
-        return " · ".join(filter(None, (f"step {self._step}/{self.steps}", what, clock(inside), left)))
+        return " · ".join(filter(None, (f"step {self._step}/{self.steps}", activity, clock(inside), left)))
 
     def _show_live(self) -> None:
         """Keep a line with a spinner at the foot of a terminal; in a log, a reminder of what takes long."""
@@ -292,8 +292,10 @@ def _time() -> str:
 
 
 def _columns(declared: Sequence[Metric], width: int | None, without: Sequence[str]) -> tuple[list[Column], bool]:
-    shown = [Column(metric.column, metric.name, metric.form, DECLARED_WIDTH) for metric in declared if metric.column]
-    columns = [column for column in (*COLUMNS, *shown, *LAST_COLUMNS) if column.name not in without]
+    declared_columns = [
+        Column(metric.column, metric.name, metric.form, DECLARED_WIDTH) for metric in declared if metric.column
+    ]
+    columns = [column for column in (*COLUMNS, *declared_columns, *LAST_COLUMNS) if column.name not in without]
     room = math.inf if width is None else width
     while len(columns) > 1 and sum(column.width + 2 for column in columns) - 2 > room:
         least = min(column.importance for column in columns)
@@ -318,19 +320,19 @@ def step_line(
 ) -> str:
     """Return a step in a line of `width` columns (None: unlimited); `plain` names values, for logs. Conditions follow,
     or go to a second line. `without`: metrics without column."""
-    found = dict(flatten(metrics))
+    flat = dict(flatten(metrics))
     seconds = {Phase(name): value for name, value in metrics["seconds"].items() if name != "total"}
     phases = " ".join(f"{PHASES[phase][0]} {value:.1f}" for phase, value in seconds.items() if value >= 0.05)
     columns, has_phases = _columns(declared, width, without)
-    shown, marked = list[str](), marks(metrics)
+    cells, marked = list[str](), marks(metrics)
     for column in columns:
-        value = found.get(column.name)
+        value = flat.get(column.name)
         text = "-" if value is None else f"{value:{column.form}}" + "s" * (column.heading == "total")
-        shown.append(f"{step}/{steps}" if column.heading == "step" else text)
+        cells.append(f"{step}/{steps}" if column.heading == "step" else text)
     if plain:
-        values = " ".join(f"{column.heading} {value}" for column, value in zip(columns, shown, strict=True))
+        values = " ".join(f"{column.heading} {value}" for column, value in zip(columns, cells, strict=True))
         return " | ".join(part for part in (values, marked, phases) if part)
-    line = "  ".join(f"{value:>{column.width}}" for column, value in zip(columns, shown, strict=True))
+    line = "  ".join(f"{value:>{column.width}}" for column, value in zip(columns, cells, strict=True))
     below = marked and width is not None and len(line) + 2 + len(marked) > width
     line += f"  {marked}" if marked and not below else ""
     if has_phases:
@@ -352,17 +354,17 @@ class WorkProgress:
         )  # fmt: skip
         self._task = self._bar.add_task("", total=total, completed=done, rate="")
 
-    def advance(self, what: str, count: int) -> None:
+    def advance(self, activity: str, count: int) -> None:
         self._done += count
         now = time.monotonic()
         rate = (self._done - self._before) / max(now - self._begun, 1e-6)
         if self._console.is_terminal:
-            shown = f"{rate:.1f} {self._unit}/s"
-            self._bar.update(self._task, description=what, completed=self._done, rate=shown)
+            speed = f"{rate:.1f} {self._unit}/s"
+            self._bar.update(self._task, description=activity, completed=self._done, rate=speed)
         elif now - self._said >= LINE_EVERY_S or self._done == self._total:
             self._said = now
             left = f", {(self._total - self._done) / rate:.0f} s left" if self._done < self._total else ""
-            line = f"{what}: {self._done} of {self._total} {self._unit}, {rate:.1f} a second{left}"
+            line = f"{activity}: {self._done} of {self._total} {self._unit}, {rate:.1f} a second{left}"
             self._console.print(line, markup=False)
 
     def __enter__(self) -> Self:

@@ -70,14 +70,14 @@ def flatten(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 def nested(values: Mapping[str, float]) -> dict[str, Any]:
     """Undo `flatten`: nest values by slashes in names."""
-    found: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for name, value in values.items():
         *outer, last = name.split("/")
-        place = found
+        place = tree
         for part in outer:
             place = place.setdefault(part, {})
         place[last] = value
-    return found
+    return tree
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error}.", "Restore the file.") from error
-    found = []
+    records = []
     for number, line in enumerate(lines, 1):
         try:
             metrics = json.loads(line)
@@ -101,8 +101,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                     "Restore the file, or remove the line.",
                 ) from error
         else:
-            found.append(metrics)
-    return found
+            records.append(metrics)
+    return records
 
 
 def _to_line(metrics: Metrics) -> str:

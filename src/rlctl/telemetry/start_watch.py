@@ -102,21 +102,21 @@ class StartWatch:
         share = self._look_s / LOOK_S
         return now.cpu_s - before.cpu_s < LEAST_CPU_S * share and now.written - before.written < LEAST_BYTES * share
 
-    def _report(self, what: str, *, last: bool = False) -> None:
+    def _report(self, status: str, *, last: bool = False) -> None:
         path = self._log() or Path(tempfile.gettempdir()) / f"rlctl-stacks-{os.getpid()}.txt"
         where = place_of(sys._current_frames().get(self._main))
-        line = f"{what} ({self._doing()}; the main thread is {where})"
+        line = f"{status} ({self._doing()}; the main thread is {where})"
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.write(file, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n".encode())
             faulthandler.dump_traceback(file, all_threads=True)
             os.close(file)
-        said = f"{line}. The stacks of all threads are in {path}.\n"
+        message = f"{line}. The stacks of all threads are in {path}.\n"
         if last:
-            said = f"{SHOW_CURSOR * sys.__stderr__.isatty() if sys.__stderr__ else ''}rlctl: {said}"
-            said += "  Run the command again; if it stands still at the same place, report it with that file.\n"
+            message = f"{SHOW_CURSOR * sys.__stderr__.isatty() if sys.__stderr__ else ''}rlctl: {message}"
+            message += "  Run the command again; if it stands still at the same place, report it with that file.\n"
         with contextlib.suppress(OSError):
-            os.write(2, said.encode())
+            os.write(2, message.encode())
         if last:
             os._exit(1)
 

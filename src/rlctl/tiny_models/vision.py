@@ -115,7 +115,7 @@ def vision_tokenizer(directory: Path, family: str, words: Sequence[str] = WORDS)
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    written, named, others = FAMILIES[family]
+    written, names, others = FAMILIES[family]
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -127,7 +127,7 @@ def vision_tokenizer(directory: Path, family: str, words: Sequence[str] = WORDS)
     )
     raw.train_from_iterator([*words] * 4, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": [*named.values(), *others]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*names.values(), *others]})
     if family == "gemma3":  # vLLM looks these up in the vocabulary
         blank: Any = [AddedToken("\n" * lines, normalized=False) for lines in range(1, 5)]
         tokenizer.add_tokens(blank)
@@ -135,7 +135,7 @@ def vision_tokenizer(directory: Path, family: str, words: Sequence[str] = WORDS)
     tokenizer.init_kwargs.pop("extra_special_tokens", None)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)
-    return AutoTokenizer.from_pretrained(directory, extra_special_tokens=named)
+    return AutoTokenizer.from_pretrained(directory, extra_special_tokens=names)
 
 
 DELTA_RULE = {

@@ -67,9 +67,9 @@ def module_layout(facts: ModelFacts, dtype: str) -> Layout:
     params = {module_name(name): spec for name, spec in plain.params.items() if name not in stacked}
     pieces = [p.renamed(p.tensor, module_name(p.param)) for p in plain.pieces if p.tensor not in stacked]
     for matrix in stacked.values():
-        name, spec, own = _stack(facts, matrix, dtype)
+        name, spec, module_start = _stack(facts, matrix, dtype)
         params[name] = spec
-        pieces.append(own)
+        pieces.append(module_start)
     return Layout(0, params, tuple(pieces))
 
 
@@ -88,7 +88,7 @@ def _listed_layout(facts: ModelFacts, dtype: str) -> Layout:
     params: dict[str, ParamSpec] = {}
     pieces: list[Piece] = []
     for tensor in facts.listed:
-        start, inside = (own or (0,) * len(tensor.shape) for own in (tensor.tensor_start, tensor.module_start))
+        start, inside = (origin or (0,) * len(tensor.shape) for origin in (tensor.tensor_start, tensor.module_start))
         box, at = (tuple(map(Span, begin, tensor.shape)) for begin in (start, inside))
         stacked = facts.moe is not None and "{expert}" in tensor.name
         spec = ParamSpec(tensor.module_shape or tensor.shape, tensor.dtype or dtype)
@@ -119,15 +119,15 @@ class DTensorWorld:
 
     @cached_property
     def modules(self) -> Layout:
-        found = module_layout(self.facts, self.dtype)
+        layout = module_layout(self.facts, self.dtype)
         if self.head:
-            return found
+            return layout
         # A bias of the head (Phi) is in the same module, which a critic's model does not have.
         heads = {m.tensor for m in weights_of(self.facts).outer if m.role is Role.HEAD}
-        held = (piece.param for name in heads for piece in found.by_tensor[name])
-        own = tuple({HEAD, *(param.removesuffix("weight") for param in held)})
-        params = {name: spec for name, spec in found.params.items() if not name.startswith(own)}
-        return Layout(0, params, tuple(piece for piece in found.pieces if piece.param in params))
+        head_params = (piece.param for name in heads for piece in layout.by_tensor[name])
+        head_names = tuple({HEAD, *(param.removesuffix("weight") for param in head_params)})
+        params = {name: spec for name, spec in layout.params.items() if not name.startswith(head_names)}
+        return Layout(0, params, tuple(piece for piece in layout.pieces if piece.param in params))
 
     @cached_property
     def roles(self) -> dict[str, Role]:
@@ -145,14 +145,14 @@ class DTensorWorld:
 
     def shards(self, tensor: str) -> Sequence[Shard]:
         """Return the holders of each part of `tensor`: replicas, and the ranks of an axis that does not divide it."""
-        found = []
+        pairs = []
         for piece in self.modules.by_tensor.get(tensor, ()):
             spec = self.modules.params[piece.param]
             for ranks, box in self._holders(piece.param, spec.shape):
                 part = cut(piece, piece.param, box)
                 if part is not None and all(span.count for span in part.param_box):
-                    found.append(Shard(ranks, ((part, replace(spec, shape=_counts(box))),)))
-        return found
+                    pairs.append(Shard(ranks, ((part, replace(spec, shape=_counts(box))),)))
+        return pairs
 
     def _holders(self, name: str, shape: Shape) -> Iterator[tuple[Sequence[int], Box]]:
         """(ranks, content) of each distinct part of a param."""
@@ -175,19 +175,19 @@ class DTensorWorld:
     @cached_property
     def _axes(self) -> dict[str, int | None]:
         matrices = {matrix.tensor: matrix for matrix in weights_of(self.facts).matrices}
-        found: dict[str, int | None] = {}
+        axes: dict[str, int | None] = {}
         for piece in self.modules.pieces:
             matrix = matrices[piece.tensor]
             side = 0 if matrix.role in COLUMN_ROLES else 1 if matrix.role in ROW_ROLES else None
-            found[piece.param] = None if side is None else piece.axes.index(matrix.axes[side])
-        return found
+            axes[piece.param] = None if side is None else piece.axes.index(matrix.axes[side])
+        return axes
 
     def adapter_axis(self, name: str) -> int | None:
         """Return the tensor-parallel axis of an adapter (`<module>.lora_a`, `lora_b`): B has the weight's rows, A its
         columns."""
         module, _, which = name.rpartition(".")
-        own = {"lora_b": 0, "lora_a": 1}[which]
-        return own if self.axis(f"{module}.weight") == own else None
+        lora_axis = {"lora_b": 0, "lora_a": 1}[which]
+        return lora_axis if self.axis(f"{module}.weight") == lora_axis else None
 
     def adapter_box(self, name: str, shape: Shape, rank: int) -> Box:
         """The part of an adapter of that whole shape that a rank holds."""

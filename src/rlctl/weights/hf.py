@@ -18,8 +18,8 @@ def layout(
     head; `published` has other dtypes."""
     weights = weights_of(facts)
     wide = {matrix.tensor: "float32" for matrix in weights.matrices if matrix.role in FLOAT32_ROLES}
-    own = {matrix.tensor: matrix.dtype for matrix in weights.matrices if matrix.dtype}
-    dtypes = wide | own | dict(published)
+    special_dtypes = {matrix.tensor: matrix.dtype for matrix in weights.matrices if matrix.dtype}
+    dtypes = wide | special_dtypes | dict(published)
     params = {name: ParamSpec(shape, dtypes.get(name, dtype)) for name, shape in weights.tensors.items()}
     pieces = [whole_piece(name, name, spec.shape) for name, spec in params.items()]
     for copy, name in weights.copies.items() if copies else ():

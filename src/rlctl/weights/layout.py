@@ -94,10 +94,10 @@ def _first_common(a: Span, b: Span, common: int, step: int) -> int:
     return first if first >= low else first + -(-(low - first) // step) * step
 
 
-def share(total: int, parts: int, index: int, what: str, flag: str) -> Span:
+def share(total: int, parts: int, index: int, quantity: str, flag: str) -> Span:
     """The `index`-th of `parts` equal shares; ConfigError names what does not divide."""
     if total % parts:
-        raise ConfigError(f"{what} = {total} does not divide by {flag} = {parts}.", f"Choose another {flag}.")
+        raise ConfigError(f"{quantity} = {total} does not divide by {flag} = {parts}.", f"Choose another {flag}.")
     return Span(index * (total // parts), total // parts)
 
 

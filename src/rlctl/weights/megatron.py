@@ -71,12 +71,12 @@ class MegatronWorld:
         pieces: list[Piece] = []
         fills: dict[str, tuple[Fill, ...]] = {}
         for matrix in self._held(at):
-            for held in self._params_of(matrix, at):
-                params[held.param] = held.spec
-                pieces.extend(held.pieces)
-                if held.fills:
-                    fills[held.param] = held.fills
-        return Layout(rank, params, tuple(pieces), tuple(fill for own in fills.values() for fill in own))
+            for local in self._params_of(matrix, at):
+                params[local.param] = local.spec
+                pieces.extend(local.pieces)
+                if local.fills:
+                    fills[local.param] = local.fills
+        return Layout(rank, params, tuple(pieces), tuple(fill for filled in fills.values() for fill in filled))
 
     def shards(self, tensor: str) -> Sequence[Shard]:
         """The ranks of a shard differ in dp and cp (and tp where replicated)."""
@@ -85,9 +85,11 @@ class MegatronWorld:
             last = 0 if matrix.role is Role.EMBEDDING else self.parallel.pp - 1
             stage = last if matrix.layer is None else self._stage_of[matrix.layer]
             for ranks, at in self._groups(matrix, stage):
-                held = tuple((p, own.spec) for own in self._params_of(matrix, at) for p in own.pieces if p.primary)
-                if held:
-                    shards.append(Shard(ranks, held))
+                params = tuple(
+                    (p, param.spec) for param in self._params_of(matrix, at) for p in param.pieces if p.primary
+                )
+                if params:
+                    shards.append(Shard(ranks, params))
         return shards
 
     def layers_of(self, stage: int) -> list[int]:
@@ -101,8 +103,8 @@ class MegatronWorld:
     def local_experts(self, ep_rank: int) -> range:
         if self.facts.moe is None:
             return range(0)
-        own = share(self.facts.moe.experts, self.parallel.ep, ep_rank, "Number of experts", "ep")
-        return range(own.start, own.start + own.count)
+        local = share(self.facts.moe.experts, self.parallel.ep, ep_rank, "Number of experts", "ep")
+        return range(local.start, local.start + local.count)
 
     def param_name(self, matrix: Matrix, target: Slot) -> str:
         name = target.name
@@ -176,14 +178,14 @@ class MegatronWorld:
 def _layers_of_stages(layers: int, mtp_layers: int, parallel: ParallelSpec) -> list[list[int]]:
     counts = parallel.stage_layers(layers)
     assert counts is not None, "MegatronWorld checks its sizes"
-    found: list[list[int]] = [[] for _ in counts]
+    stage_layers: list[list[int]] = [[] for _ in counts]
     first = 0
     for _ in range(parallel.vpp):
         for stage, count in enumerate(counts):
-            found[stage] += range(first, first + count // parallel.vpp)
+            stage_layers[stage] += range(first, first + count // parallel.vpp)
             first += count // parallel.vpp
-    found[-1] += range(layers, layers + mtp_layers)
-    return found
+    stage_layers[-1] += range(layers, layers + mtp_layers)
+    return stage_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,26 +222,26 @@ def _local_param(
     if target.kind is Kind.QKV:
         return _qkv(world, matrix, target.part, name, dtype, index)
     if target.kind is Kind.REPLICATED:
-        own = piece(matrix, whole(matrix.shape), name, (0,) * len(matrix.shape), primary, gain)
-        return LocalParam(name, ParamSpec(matrix.shape, dtype), (own,))
+        local = piece(matrix, whole(matrix.shape), name, (0,) * len(matrix.shape), primary, gain)
+        return LocalParam(name, ParamSpec(matrix.shape, dtype), (local,))
     axis, flag = int(target.kind is Kind.ROW), "etp" if matrix.expert is not None else "tp"
     span = share(matrix.shape[axis], parts, index, f"Axis {axis} of {matrix.tensor}", flag)
     shape, starts = list(matrix.shape), [0] * len(matrix.shape)
     shape[axis] = span.count * (2 if target.kind is Kind.GATED else 1)
     starts[axis] = span.count * target.part if target.kind is Kind.GATED else 0
-    own = piece(matrix, on_axis(matrix, axis, span), name, tuple(starts), primary)
-    return LocalParam(name, ParamSpec(tuple(shape), dtype), (own,))
+    local = piece(matrix, on_axis(matrix, axis, span), name, tuple(starts), primary)
+    return LocalParam(name, ParamSpec(tuple(shape), dtype), (local,))
 
 
 def _vocab(world: MegatronWorld, matrix: Matrix, name: str, dtype: str, index: int, primary: bool) -> LocalParam:
     vocab, hidden = matrix.shape
     rows = -(-vocab // world.parallel.tp)  # the last ranks' are padded
     start = index * rows
-    held = max(0, min(rows, vocab - start))
+    rows_held = max(0, min(rows, vocab - start))
     spec = ParamSpec((rows, hidden), dtype)
-    own = (piece(matrix, (Span(start, held), Span(0, hidden)), name, (0, 0), primary),) if held else ()
-    fills = (Fill(name, (Span(held, rows - held), Span(0, hidden))),) if held < rows else ()
-    return LocalParam(name, spec, own, fills)
+    pieces = (piece(matrix, (Span(start, rows_held), Span(0, hidden)), name, (0, 0), primary),) if rows_held else ()
+    fills = (Fill(name, (Span(rows_held, rows - rows_held), Span(0, hidden))),) if rows_held < rows else ()
+    return LocalParam(name, spec, pieces, fills)
 
 
 def _qkv(world: MegatronWorld, matrix: Matrix, part: int, name: str, dtype: str, index: int) -> LocalParam:

@@ -101,10 +101,10 @@ MTP_OUTER = frozenset({Role.MTP_EMBEDDING_NORM, Role.MTP_HIDDEN_NORM, Role.MTP_P
 def slot(role: Role, spec: Spec, experts: Experts, *, mla: bool, moe_layer: bool) -> Slot:
     """The parameter that holds `role`; names of experts have `{expert}` (the number on the rank)."""
     if role in _EXPERT:
-        layer, what, kind, part = _EXPERT[role]
+        layer, name, kind, part = _EXPERT[role]
         if experts == "sequential":
-            return Slot(f"mlp.experts.local_experts.{{expert}}.{layer}.{what}", kind, part)
-        return Slot(f"mlp.experts.{layer}.{what}{{expert}}", kind, part)
+            return Slot(f"mlp.experts.local_experts.{{expert}}.{layer}.{name}", kind, part)
+        return Slot(f"mlp.experts.{layer}.{name}{{expert}}", kind, part)
     unfused = (role is Role.ATTENTION_NORM and mla) or (role is Role.MLP_NORM and moe_layer)
     if spec == "te" and role in _TE_NORMS and not unfused:
         return _TE_NORMS[role]

@@ -35,9 +35,9 @@ def narrowed(values: Tensor, dtype: torch.dtype, rounding: Rounding = "unbiased"
     """Return `values` in `dtype`: by the rule where that is bfloat16 or float16 and another dtype is rounded to it."""
     if values.dtype == dtype or dtype not in NARROW or rounding == "nearest":
         return values.to(dtype)
-    found = torch.empty(values.shape, dtype=dtype, device=values.device)
-    narrow_into(found, values, rounding)
-    return found
+    output = torch.empty(values.shape, dtype=dtype, device=values.device)
+    narrow_into(output, values, rounding)
+    return output
 
 
 @torch.no_grad()
@@ -71,11 +71,11 @@ def float16_bits(bits: Tensor) -> Tensor:
     even = (bits.view(torch.float32).abs().clamp(max=2.0**-13) * 2.0**37).to(torch.int32)
     fine = torch.where(size >= EVEN_FLOAT16, size - (112 << 23), even)
     threshold = ((((fine >> 13) + 1) * GOLDEN) & 0xFFFF) >> 3
-    found = (fine + threshold) >> 13
-    found = torch.where(size >= LARGEST_FLOAT16, 0x7BFF, found)
-    found = torch.where(size >= INFINITE_FLOAT16, 0x7C00, found)
-    found = torch.where(size > 0x7F800000, 0x7E00, found)
-    return (found | ((bits >> 31) << 15)).to(torch.int16)
+    half = (fine + threshold) >> 13
+    half = torch.where(size >= LARGEST_FLOAT16, 0x7BFF, half)
+    half = torch.where(size >= INFINITE_FLOAT16, 0x7C00, half)
+    half = torch.where(size > 0x7F800000, 0x7E00, half)
+    return (half | ((bits >> 31) << 15)).to(torch.int16)
 
 
 @cache
@@ -83,10 +83,10 @@ def _compiled(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return torch.compile(bfloat16_bits if dtype == torch.bfloat16 else float16_bits, dynamic=True)
 
 
-def _on_processor(bits: Tensor, found: Tensor, dtype: torch.dtype) -> None:
+def _on_processor(bits: Tensor, output: Tensor, dtype: torch.dtype) -> None:
     """As `bfloat16_bits` and `float16_bits`, of vectors, in one pass over memory; on as many threads as torch uses."""
     kernel, threads = _kernel(dtype), torch.get_num_threads()
-    source, target = _memory(bits, np.uint32), _memory(found, np.uint16)
+    source, target = _memory(bits, np.uint32), _memory(output, np.uint16)
     if threads == 1 or len(source) < THREADED:
         kernel(source, target)
         return
@@ -130,10 +130,10 @@ def _kernel(dtype: torch.dtype) -> Any:
             even = uint32(int32(min(abs(values[index]), most) * scale))
             fine = uint32(size - uint32(112 << 23)) if size >= smallest else even
             threshold = ((((fine >> uint32(13)) + uint32(1)) * golden) & uint32(0xFFFF)) >> uint32(3)
-            found = uint32(fine + threshold) >> uint32(13)
-            found = uint32(0x7BFF) if size >= largest else found
-            found = uint32(0x7C00) if size >= infinite else found
-            found = uint32(0x7E00) if size > uint32(0x7F800000) else found
-            target[index] = uint16(found | ((bits >> uint32(16)) & uint32(0x8000)))
+            half = uint32(fine + threshold) >> uint32(13)
+            half = uint32(0x7BFF) if size >= largest else half
+            half = uint32(0x7C00) if size >= infinite else half
+            half = uint32(0x7E00) if size > uint32(0x7F800000) else half
+            target[index] = uint16(half | ((bits >> uint32(16)) & uint32(0x8000)))
 
     return numba.njit(nogil=True)(to_bfloat16 if dtype == torch.bfloat16 else to_float16)

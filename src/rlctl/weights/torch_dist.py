@@ -79,11 +79,11 @@ def layout(
     params: dict[str, ParamSpec] = {}
     pieces: list[Piece] = []
     for piece in rank.pieces:
-        for suffix, box, held, shape in _parts(piece, rank.params[piece.param].shape, style):
+        for suffix, box, source, shape in _parts(piece, rank.params[piece.param].shape, style):
             for number, name in enumerate(_spellings(piece.param, holds, facts, style)):
                 address = _address(name + suffix, facts, style)
                 params[address.key] = ParamSpec(address.sizes + shape, rank.params[piece.param].dtype)
-                pieces.append(_at(address, replace(piece, tensor_box=held, param_box=box, primary=number == 0)))
+                pieces.append(_at(address, replace(piece, tensor_box=source, param_box=box, primary=number == 0)))
     return _padded(Layout(0, params, tuple(pieces)), vocab_rows)
 
 
@@ -93,8 +93,8 @@ def extra_state_keys(facts: ModelFacts, style: KeyStyle | None = None) -> list[s
     rank = MegatronWorld(facts, ParallelSpec(), "te", "bfloat16").layout(0)
     keys = []
     for name in rank.params:
-        found = _LINEAR.search(name)
-        if found:
+        match = _LINEAR.search(name)
+        if match:
             keys.append(_object_key(_address(name.removesuffix("weight") + "_extra_state", facts, style)))
     for layer in range(facts.layers):
         name = f"decoder.layers.{layer}.self_attention.core_attention._extra_state"
@@ -110,11 +110,11 @@ def _object_key(address: _Address) -> str:
 
 def _spellings(name: str, holds: Callable[[str], bool] | None, facts: ModelFacts, style: KeyStyle) -> list[str]:
     """The names under which a param is in the checkpoint: TransformerEngine's, the local spec's, or both."""
-    found = _LAYER.match(name)
-    other = (LATENT_KEYS if facts.mla else PLAIN_KEYS).get(found[2]) if found else None
+    match = _LAYER.match(name)
+    other = (LATENT_KEYS if facts.mla else PLAIN_KEYS).get(match[2]) if match else None
     if other is None:
         return [name]
-    names = [name, f"decoder.layers.{found[1]}.{other}"]  # type: ignore[index]
+    names = [name, f"decoder.layers.{match[1]}.{other}"]  # type: ignore[index]
     if holds is None:
         return names
     return [n for n in names if holds(_address(n, facts, style).key)][:1] or names[:1]
@@ -123,9 +123,9 @@ def _spellings(name: str, holds: Callable[[str], bool] | None, facts: ModelFacts
 def _address(name: str, facts: ModelFacts, style: KeyStyle) -> _Address:
     lead: list[int] = []
     sizes: list[int] = []
-    found = _LAYER.match(name)
-    if found and style.stacked:
-        name, lead, sizes = f"decoder.layers.{found[2]}", [int(found[1])], [facts.layers]
+    match = _LAYER.match(name)
+    if match and style.stacked:
+        name, lead, sizes = f"decoder.layers.{match[2]}", [int(match[1])], [facts.layers]
     expert = _EXPERT.match(name)
     if expert:
         assert facts.moe is not None

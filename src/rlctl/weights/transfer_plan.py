@@ -121,14 +121,16 @@ class TransferPlan:
             boxes.setdefault(fill.param, []).append(fill.box)
         lines = [f"{name}: no source holds it" for name in self.missing_tensors]
         params = self.layout.params
-        return lines + [line for name, own in boxes.items() for line in coverage(name, params.get(name), own)]
+        return lines + [
+            line for name, tensor_boxes in boxes.items() for line in coverage(name, params.get(name), tensor_boxes)
+        ]
 
     def prove(self) -> TransferPlan:
         """The plan itself, once each element is shown to be written exactly once; else VerificationError."""
         problems = self.problems()
         if problems:
-            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-            raise VerificationError(f"The transfer plan of rank {self.layout.rank} is wrong: {shown}.")
+            listing = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+            raise VerificationError(f"The transfer plan of rank {self.layout.rank} is wrong: {listing}.")
         return self
 
 
@@ -163,8 +165,8 @@ def _copies(
     shard: Shard, candidates: Sequence[int], piece: Piece, spec: ParamSpec, destination: int, only: int | None
 ) -> Iterator[Copy]:
     """Copies from one shard into one destination piece: the boxes that they share."""
-    for held, held_spec in shard.pieces:
-        shared = _intersect(held, piece)
+    for source, held_spec in shard.pieces:
+        shared = _intersect(source, piece)
         if shared is None:
             continue
         tensor_box, source_box, destination_box = shared
@@ -176,12 +178,12 @@ def _copies(
             sender,
             piece.tensor,
             tensor_box,
-            held.param,
-            _tensor_view(held_spec, held, source_box),
+            source.param,
+            _tensor_view(held_spec, source, source_box),
             piece.param,
             destination_box,
             _tensor_view(spec, piece, destination_box),
-            _chain(held, held_spec, piece, spec),
+            _chain(source, held_spec, piece, spec),
             spec.dtype,
             piece.primary,
         )
@@ -202,17 +204,17 @@ def _intersect(source: Piece, destination: Piece) -> tuple[Box, Box, Box] | None
 
 
 def _param_box(piece: Piece, parts: list[tuple[int, int, int]]) -> Box:
-    own = zip(piece.param_box, piece.axes, strict=True)
-    return tuple(span if axis is None else span.part(*parts[axis]) for span, axis in own)
+    spans = zip(piece.param_box, piece.axes, strict=True)
+    return tuple(span if axis is None else span.part(*parts[axis]) for span, axis in spans)
 
 
 def _tensor_view(spec: ParamSpec, piece: Piece, box: Box) -> View:
-    own = view_of(spec, box)
+    view = view_of(spec, box)
     shape, strides = [1] * len(piece.tensor_box), [0] * len(piece.tensor_box)
     for i, axis in enumerate(piece.axes):
         if axis is not None:
-            shape[axis], strides[axis] = own.shape[i], own.strides[i]
-    return View(own.offset, tuple(shape), tuple(strides))
+            shape[axis], strides[axis] = view.shape[i], view.strides[i]
+    return View(view.offset, tuple(shape), tuple(strides))
 
 
 def _chain(source: Piece, source_spec: ParamSpec, piece: Piece, spec: ParamSpec) -> tuple[Transform, ...]:

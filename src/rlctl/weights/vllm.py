@@ -91,11 +91,11 @@ class LocalMatrix:
             row += part.rows
 
 
-def layout_of(rank: int, held: Iterable[tuple[LocalMatrix, str]]) -> Layout:
+def layout_of(rank: int, matrices: Iterable[tuple[LocalMatrix, str]]) -> Layout:
     """Return the layout of matrices as separate params."""
     params: dict[str, ParamSpec] = {}
     pieces: list[Piece] = []
-    for matrix, dtype in held:
+    for matrix, dtype in matrices:
         params[matrix.param] = ParamSpec(matrix.shape, dtype)
         pieces += matrix.pieces()
     return Layout(rank, params, tuple(pieces))
@@ -118,19 +118,19 @@ def all_rows(total: int) -> Rows:
     return Rows(total, 0, total)
 
 
-def equal_rows(total: int, tp: int, rank: int, what: str = "Output size") -> Rows:
+def equal_rows(total: int, tp: int, rank: int, quantity: str = "Output size") -> Rows:
     """The share of a column-parallel matrix. Raises ConfigError if `tp` does not divide it."""
-    span = share(total, tp, rank, what, "generation tp")
+    span = share(total, tp, rank, quantity, "generation tp")
     return Rows(total, span.start, span.count)
 
 
 def below_one_another(parts: Sequence[Rows]) -> list[Rows]:
     """The same rows of one published matrix that consists of all the parts."""
-    total, found, start = sum(part.total for part in parts), [], 0
+    total, tensor_rows, start = sum(part.total for part in parts), [], 0
     for part in parts:
-        found.append(Rows(total, start + part.first, part.count))
+        tensor_rows.append(Rows(total, start + part.first, part.count))
         start += part.total
-    return found
+    return tensor_rows
 
 
 def vocab_rows(vocab: int, tp: int, rank: int) -> Rows:
@@ -143,14 +143,14 @@ def vocab_rows(vocab: int, tp: int, rank: int) -> Rows:
 
 def qkv_rows(heads: int, kv_heads: int, head_dim: int, v_head_dim: int, tp: int, rank: int) -> list[Rows]:
     """Return a rank's queries, keys and values; with more ranks than KV heads, ranks share them."""
-    own = share(heads, tp, rank, "Number of attention heads", "generation tp")
+    query_heads = share(heads, tp, rank, "Number of attention heads", "generation tp")
     if tp >= kv_heads:
         share(tp, kv_heads, 0, "generation tp", "number of KV heads")
         kv = Span(rank // (tp // kv_heads), 1)
     else:
         kv = share(kv_heads, tp, rank, "Number of KV heads", "generation tp")
-    found = ((heads, own, head_dim), (kv_heads, kv, head_dim), (kv_heads, kv, v_head_dim))
-    return [Rows(total * dim, span.start * dim, span.count * dim) for total, span, dim in found]
+    parts = ((heads, query_heads, head_dim), (kv_heads, kv, head_dim), (kv_heads, kv, v_head_dim))
+    return [Rows(total * dim, span.start * dim, span.count * dim) for total, span, dim in parts]
 
 
 def stacked_rows(
@@ -158,10 +158,14 @@ def stacked_rows(
 ) -> LocalMatrix:
     """Rows of one or more published tensors, one below the other: every layer but those that follow."""
     parts, row = [], 0
-    for tensor, own in zip(tensors, rows, strict=True):
-        shape, start = ((own.total, columns), (own.first, 0)) if columns else ((own.total,), (own.first,))
-        parts.append(MatrixPart(tensor, shape, start, row, own.count))
-        row += own.count
+    for tensor, tensor_rows in zip(tensors, rows, strict=True):
+        shape, start = (
+            ((tensor_rows.total, columns), (tensor_rows.first, 0))
+            if columns
+            else ((tensor_rows.total,), (tensor_rows.first,))
+        )
+        parts.append(MatrixPart(tensor, shape, start, row, tensor_rows.count))
+        row += tensor_rows.count
     return LocalMatrix(path, parameter, tuple(parts), columns, index)
 
 
@@ -266,13 +270,13 @@ class VllmParallel:
         return self.tp * self.dp
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        replica, own = divmod(rank, self.tp * self.pp)
-        return replica, *divmod(own, self.tp)
+        replica, index = divmod(rank, self.tp * self.pp)
+        return replica, *divmod(index, self.tp)
 
     def expert_rank(self, rank: int) -> int:
         """The place of `rank` among the ranks that hold the experts of its layers."""
-        replica, _, own = self.place(rank)
-        return replica * self.tp + own
+        replica, _, index = self.place(rank)
+        return replica * self.tp + index
 
     def stage_layers(self, layers: int, stage: int) -> range:
         """The layers of a stage; those that are left over go to the stages before the last, the later ones first."""
@@ -318,9 +322,9 @@ class VllmWorld:
         if not self.parallel.ep:
             return range(self.facts.moe.experts)
         base, more = divmod(self.facts.moe.experts, self.parallel.expert_ranks)
-        own = self.parallel.expert_rank(rank)
-        start = own * base + min(own, more)
-        return range(start, start + base + (own < more))
+        expert_rank = self.parallel.expert_rank(rank)
+        start = expert_rank * base + min(expert_rank, more)
+        return range(start, start + base + (expert_rank < more))
 
     def _held(self, rank: int) -> Iterator[tuple[LocalMatrix, str]]:
         _, stage, at = self.parallel.place(rank)
@@ -365,9 +369,9 @@ class VllmWorld:
         elif first.role in QKV:
             rows = qkv_rows(facts.heads, facts.kv_heads, facts.head_dim, facts.head_dim, tp, rank)
         elif first.role in COLUMN_PARALLEL:
-            rows = [equal_rows(one.shape[0], tp, rank, f"Axis 0 of {one.tensor}") for one in matrices]
+            rows = [equal_rows(matrix.shape[0], tp, rank, f"Axis 0 of {matrix.tensor}") for matrix in matrices]
         else:
-            rows = [all_rows(one.shape[0]) for one in matrices]
+            rows = [all_rows(matrix.shape[0]) for matrix in matrices]
         return stacked_rows(path, parameter, tensors, rows, first.shape[1] if len(first.shape) > 1 else 0)
 
     def _experts(self, matrices: Iterable[Matrix], rank: int) -> Iterator[tuple[LocalMatrix, str]]:
@@ -376,20 +380,20 @@ class VllmWorld:
             assert matrix.expert is not None
             by_expert.setdefault(matrix.expert, {})[matrix.role] = matrix
         # Without expert parallelism the ranks of every replica share each expert.
-        ranks, own = (1, 0) if self.parallel.ep else (self.parallel.expert_ranks, self.parallel.expert_rank(rank))
+        ranks, place = (1, 0) if self.parallel.ep else (self.parallel.expert_ranks, self.parallel.expert_rank(rank))
         for index, (number, matrices_of) in enumerate(by_expert.items()):
             gate, up, down = (matrices_of[role] for role in (Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN))
             ffn, hidden = gate.shape
             sizes = ExpertSizes(
-                hidden, share(ffn, ranks, 0, "Width of experts", "generation tp x dp").count, ranks, own
+                hidden, share(ffn, ranks, 0, "Width of experts", "generation tp x dp").count, ranks, place
             )
             if gate.tensor == up.tensor:
                 prefix = gate.tensor.rpartition(".")[0]
                 path = f"{prefix}.routed_experts"
-                held = gpt_oss_expert(path, prefix, number, index, gate.tensor_shape[0], sizes)
+                unpacked = gpt_oss_expert(path, prefix, number, index, gate.tensor_shape[0], sizes)
             else:
                 prefix = gate.tensor.rsplit(".", 3)[0]
-                leaf = {one.role: one.tensor.split(".")[-2] for one in (gate, up, down)}
+                leaf = {matrix.role: matrix.tensor.split(".")[-2] for matrix in (gate, up, down)}
                 names = leaf[Role.EXPERT_GATE], leaf[Role.EXPERT_UP], leaf[Role.EXPERT_DOWN]
-                held = expert(f"{prefix}.routed_experts", prefix, number, index, names, sizes, sizes.width)
-            yield from ((matrix, self.dtype) for matrix in held)
+                unpacked = expert(f"{prefix}.routed_experts", prefix, number, index, names, sizes, sizes.width)
+            yield from ((matrix, self.dtype) for matrix in unpacked)

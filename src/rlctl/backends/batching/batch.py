@@ -78,8 +78,8 @@ class WeightedRollout(NamedTuple):
 
     def media(self, columns: RolloutColumns) -> tuple[MediaPart, ...]:
         """Return its media, whose places are counted from its own first token."""
-        own = (replace(part, start=part.start - self.begin) for part in columns.media(self.sample))
-        return tuple(part for part in own if 0 <= part.start < self.tokens)
+        shifted = (replace(part, start=part.start - self.begin) for part in columns.media(self.sample))
+        return tuple(part for part in shifted if 0 <= part.start < self.tokens)
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,9 @@ def level(bins: list[Bin], sizes: Sequence[int], costs: Sequence[float], limit: 
         i, j = divmod(int(off_IJ.argmin()), len(cost_J))
         if not off_IJ[i, j] < gap / 2 * (1 - BALANCED):
             break
-        given, taken = int(given_I[i]), int(taken_J[j])
-        bins[pair[0]] = [*(item for item in full if item != given), *([taken] if taken >= 0 else [])]
-        bins[pair[1]] = [*(item for item in empty if item != taken), given]
+        available, taken = int(given_I[i]), int(taken_J[j])
+        bins[pair[0]] = [*(item for item in full if item != available), *([taken] if taken >= 0 else [])]
+        bins[pair[1]] = [*(item for item in empty if item != taken), available]
         for number in pair:
             totals[number] = sum(costs[item] for item in bins[number])
     return bins
@@ -140,7 +140,7 @@ def spread(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def _exchange(dealt: list[list[int]], costs: Sequence[float]) -> None:
-    loads = [sum(costs[number] for number in own) for own in dealt]
+    loads = [sum(costs[number] for number in rank_numbers) for rank_numbers in dealt]
     for _ in range(EXCHANGES):
         busy, idle = max(range(len(dealt)), key=loads.__getitem__), min(range(len(dealt)), key=loads.__getitem__)
         gap = loads[busy] - loads[idle]
@@ -159,10 +159,10 @@ def _exchange(dealt: list[list[int]], costs: Sequence[float]) -> None:
 def _closest(ours: Sequence[float], theirs: Sequence[float], gap: float) -> tuple[int, int] | None:
     """Return the numbers of the costs, both in falling order, whose exchange closes a gap best; None: none helps."""
     rising = [-cost for cost in theirs]
-    best, found = gap / 2 * (1 - 1e-6), None
+    best, exchange = gap / 2 * (1 - 1e-6), None
     for i, cost in enumerate(ours):
         place = bisect_left(rising, gap / 2 - cost)
         for j in (place - 1, place):
             if 0 <= j < len(theirs) and (off := abs(cost - theirs[j] - gap / 2)) < best:
-                best, found = off, (i, j)
-    return found
+                best, exchange = off, (i, j)
+    return exchange

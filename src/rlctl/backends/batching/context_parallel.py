@@ -95,10 +95,10 @@ def context_part(row: PackedRow, cp_size: int, cp_rank: int) -> PackedRow:
     if cp_size == 1:
         return row
     device = row.tokens_T.device
-    held = torch.full((row.tokens_T.shape[0],), -1, device=device)
+    padded_groups = torch.full((row.tokens_T.shape[0],), -1, device=device)
     mine = torch.from_numpy(zigzag(row.tokens_T.shape[0], cp_size, cp_rank)).to(device)
-    held[mine] = torch.arange(len(mine), device=device)
-    local_U = held[row.sources_U]
+    padded_groups[mine] = torch.arange(len(mine), device=device)
+    local_U = padded_groups[row.sources_U]
     kept_U = torch.where(local_U >= 0, torch.cumsum(local_U >= 0, 0) - 1, -1)
     kept_R = kept_U[row.inverse_R]
     index_R = torch.nonzero(kept_R >= 0)[:, 0]

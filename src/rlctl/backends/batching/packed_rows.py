@@ -54,10 +54,10 @@ class VocabProjection:
     teacher_vocab: int
 
     @classmethod
-    def of(cls, found: Projection, device: torch.device) -> VocabProjection:
-        entries = (found.students_E, found.teachers_E, found.weights_E)
-        students_E, teachers_E, weights_E = (torch.from_numpy(one).to(device) for one in entries)
-        return cls(students_E, teachers_E, weights_E, found.teacher_vocab)
+    def of(cls, projection: Projection, device: torch.device) -> VocabProjection:
+        entries = (projection.students_E, projection.teachers_E, projection.weights_E)
+        students_E, teachers_E, weights_E = (torch.from_numpy(entry_array).to(device) for entry_array in entries)
+        return cls(students_E, teachers_E, weights_E, projection.teacher_vocab)
 
     def part(self, wanted_K: torch.Tensor, start: int, width: int) -> torch.Tensor:
         """Return the sparse matrix [K, width] from a rank's part of the student's tokens to some of the teacher's."""
@@ -251,12 +251,12 @@ def _placed(
         at = unit.start
         for number, rollout in enumerate(rollouts):
             group = columns[rollout.position]
-            tokens, own = group.tokens_T[rollout.span(group)], rollout.media(group)
+            tokens, ids = group.tokens_T[rollout.span(group)], rollout.media(group)
             shared = rollout.prompt_tokens if number else 0  # the prompt stands there once
             short = 0 if unit.completions else unit.tokens - len(tokens)
             padded = np.append(tokens, np.full(short, FILLER, tokens.dtype)) if short else tokens
-            found_kT.append(positions(padded, own)[:, shared:])
-            media += [replace(part, start=at + part.start - shared) for part in own if part.start >= shared]
+            found_kT.append(positions(padded, ids)[:, shared:])
+            media += [replace(part, start=at + part.start - shared) for part in ids if part.start >= shared]
             at += len(tokens) - shared
     found_kT += [positions(np.full(unit.tokens, FILLER), ()) for unit in units[len(of_units) :]]
     return np.concatenate(found_kT, 1), tuple(media)
@@ -276,7 +276,7 @@ def _extra_columns(
     micro_batch: MicroBatch, columns: Mapping[int, RolloutColumns], row: PackedRow
 ) -> dict[str, torch.Tensor]:
     """Return the further columns [R] that any of the rollouts has; for the others 0, or 1 as the weight of a loss."""
-    found: dict[str, torch.Tensor] = {}
+    columns_T: dict[str, torch.Tensor] = {}
     groups = {rollout.position: columns[rollout.position] for rollout in micro_batch}.values()
     for name in sorted({name for group in groups for name, values in group.extra_T.items() if values.ndim == 1}):
         missing, parts = float(name == LOSS_WEIGHTS), []
@@ -284,10 +284,10 @@ def _extra_columns(
             group = columns[rollout.position]
             span = rollout.span(group)
             mask = group.loss_mask_T[span]
-            own = group.extra_T.get(name)
-            parts.append(np.full(int(mask.sum()), missing) if own is None else own[span][mask])
-        found[name] = _joined(row, parts).float()
-    return found
+            extra = group.extra_T.get(name)
+            parts.append(np.full(int(mask.sum()), missing) if extra is None else extra[span][mask])
+        columns_T[name] = _joined(row, parts).float()
+    return columns_T
 
 
 def logprobs_by_group(
@@ -295,19 +295,23 @@ def logprobs_by_group(
 ) -> list[GroupLogprobs]:
     """Return a teacher's log-probs by group from float32 [2 + 2 K, R] per row (`chunked_logprobs`), or a reward model's
     scores from [1, R]."""
-    found: dict[int, GroupLogprobs] = {position: {} for position in shard.columns}
-    pairs = [pair for own in zip(shard.minibatches, rows, strict=True) for pair in zip(*own, strict=True)]
+    logprobs: dict[int, GroupLogprobs] = {position: {} for position in shard.columns}
+    pairs = [
+        pair
+        for minibatch_pairs in zip(shard.minibatches, rows, strict=True)
+        for pair in zip(*minibatch_pairs, strict=True)
+    ]
     for (micro, row), output in zip(pairs, outputs, strict=True):
         top = max(0, len(output) - 2) // 2
         logprobs_R, tops_RK, ids_RK = output[0], output[2 : 2 + top].T, output[2 + top :].T.int()
         for index, rollout in enumerate(micro):
             own_R = row.columns_R["rollout"] == index
             if CHUNK in row.extra_R:
-                one = _chunk_means(row.extra_R[CHUNK][own_R], logprobs_R[own_R], ids_RK[own_R], tops_RK[own_R])
+                chunk_means = _chunk_means(row.extra_R[CHUNK][own_R], logprobs_R[own_R], ids_RK[own_R], tops_RK[own_R])
             else:
-                one = RolloutLogprobs(*(part[own_R].cpu().numpy() for part in (logprobs_R, ids_RK, tops_RK)))
-            found[rollout.position][rollout.key] = one
-    return list(found.values())
+                chunk_means = RolloutLogprobs(*(part[own_R].cpu().numpy() for part in (logprobs_R, ids_RK, tops_RK)))
+            logprobs[rollout.position][rollout.key] = chunk_means
+    return list(logprobs.values())
 
 
 def _chunk_means(
@@ -329,9 +333,9 @@ def add_teacher_logprobs(
     """Add a teacher's log-probs (`handles` by group) to each row. `projection`: the teacher has another tokenizer."""
     groups: dict[int, GroupLogprobs] = {}
     for position in shard.columns:
-        groups[position] = {key: one for part in fetch(list(handles[position])) for key, one in part.items()}
-    for micros, own in zip(shard.minibatches, rows, strict=True):
-        for micro, row in zip(micros, own, strict=True):
+        groups[position] = {key: column for part in fetch(list(handles[position])) for key, column in part.items()}
+    for micros, minibatch_rows in zip(shard.minibatches, rows, strict=True):
+        for micro, row in zip(micros, minibatch_rows, strict=True):
             if not micro:
                 continue
             if projection is not None:
@@ -345,16 +349,16 @@ def add_teacher_logprobs(
                 row.further_RK = _joined(row, [part.top_ids_RK for part in parts]).long()
 
 
-def _add_chunks(row: PackedRow, known: Sequence[RolloutLogprobs]) -> None:
+def _add_chunks(row: PackedRow, logprobs: Sequence[RolloutLogprobs]) -> None:
     chunk_R, text_R = row.extra_R[CHUNK].cpu().numpy(), row.columns_R["rollout"].cpu().numpy()
     chunks, tops, ids = [], [], []
-    for text, one in enumerate(known):
+    for text, rollout_logprobs in enumerate(logprobs):
         own_R = chunk_R[text_R == text]
-        assert one.chunks_C is not None  # the teacher's columns have them, too
-        place_R = np.searchsorted(one.chunks_C, own_R).clip(max=len(one.chunks_C) - 1)
-        chunks.append(np.where(one.chunks_C[place_R] == own_R, own_R, -1))
-        tops.append(one.top_logprobs_RK[place_R])
-        ids.append(one.top_ids_RK.repeat(len(own_R), 0))
+        assert rollout_logprobs.chunks_C is not None  # the teacher's columns have them, too
+        place_R = np.searchsorted(rollout_logprobs.chunks_C, own_R).clip(max=len(rollout_logprobs.chunks_C) - 1)
+        chunks.append(np.where(rollout_logprobs.chunks_C[place_R] == own_R, own_R, -1))
+        tops.append(rollout_logprobs.top_logprobs_RK[place_R])
+        ids.append(rollout_logprobs.top_ids_RK.repeat(len(own_R), 0))
     row.extra_R[CHUNK] = _joined(row, chunks)
     row.columns_R |= {"teacher_logprobs": row.columns_R["rollout_logprobs"], "teacher_top": _joined(row, tops)}
     row.further_RK = _joined(row, ids).long()
@@ -390,12 +394,12 @@ def row_routing(
                     f"the rollouts of group {rollout.position} came without a record of their experts.",
                     "Turn training.router_replay off, or generate with an engine that records them.",
                 )
-            own = group.extra_T[ROUTED_EXPERTS][rollout.span(group)]
-            own = own[rollout.prompt_tokens :] if number else own  # the prompt stands there once
+            routing = group.extra_T[ROUTED_EXPERTS][rollout.span(group)]
+            routing = routing[rollout.prompt_tokens :] if number else routing  # the prompt stands there once
             if routing_TLK is None:
-                routing_TLK = np.full((len(row.tokens_T), *own.shape[1:]), -1, np.int16)
-            routing_TLK[at : at + len(own)] = own
-            at += len(own)
+                routing_TLK = np.full((len(row.tokens_T), *routing.shape[1:]), -1, np.int16)
+            routing_TLK[at : at + len(routing)] = routing
+            at += len(routing)
     return None if routing_TLK is None else torch.from_numpy(routing_TLK).to(row.tokens_T.device)
 
 
@@ -454,6 +458,10 @@ def _to_device(
             "rollout_logprobs": tensor(chosen["logprobs"], torch.float32),
             "advantages": tensor(chosen["advantages"], torch.float32),
             "token_weights": tensor(chosen["weights"], torch.float32),
-            **({"nll_weights": tensor(nll_weights, torch.float32)} if any(one.any() for one in nll_weights) else {}),
+            **(
+                {"nll_weights": tensor(nll_weights, torch.float32)}
+                if any(weights_of_text.any() for weights_of_text in nll_weights)
+                else {}
+            ),
         },
     )

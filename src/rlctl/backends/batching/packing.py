@@ -218,7 +218,7 @@ def _filled_up(bins: list[list[PackingUnit]], step: int) -> list[list[PackingUni
 
 def _spread(bins: list[list[PackingUnit]], dp: int) -> list[list[list[PackingUnit]]]:
     ranks = spread([sum(unit.cost for unit in units) for units in bins], dp)
-    return [[bins[index] for index in own] for own in ranks]
+    return [[bins[index] for index in rank_bins] for rank_bins in ranks]
 
 
 def _micro_batch(units: list[PackingUnit]) -> MicroBatch:
@@ -228,14 +228,14 @@ def _micro_batch(units: list[PackingUnit]) -> MicroBatch:
 
 def _stats(ranks: list[list[list[list[PackingUnit]]]], unshared: int, multiple: int, rectangular: bool) -> PackingStats:
     tokens = padded = 0
-    for units in (units for rows in ranks for own in rows for units in own):
+    for units in (units for rows in ranks for row_units in rows for units in row_units):
         used = length = sum(unit.tokens for unit in units)
         if rectangular and units:
             length = len(units) * max(unit.tokens for unit in units)
         tokens += used
         padded += max(multiple, -(-length // multiple) * multiple) - used
-    costs = [[sum(unit.cost for units in own for unit in units) for own in rows] for rows in ranks]
-    busiest, mean = sum(map(max, costs)), sum(sum(own) / len(own) for own in costs)
+    costs = [[sum(unit.cost for units in row_units for unit in units) for row_units in rows] for rows in ranks]
+    busiest, mean = sum(map(max, costs)), sum(sum(row_costs) / len(row_costs) for row_costs in costs)
     return PackingStats(
         tokens=tokens,
         padded_tokens=padded,

@@ -113,7 +113,7 @@ def _unit_blocks(
     )
     batches = _batches(problems)
     blocks = [_block(batch, positions_T) for batch in batches]
-    order = np.concatenate([_padded([one.queries for one in batch]).ravel() for batch in batches])
+    order = np.concatenate([_padded([unit.queries for unit in batch]).ravel() for batch in batches])
     used = np.concatenate([_used(batch) for batch in batches])
     outputs = np.empty(int(used.sum()), np.int64)
     outputs[order[used]] = np.flatnonzero(used)
@@ -134,19 +134,19 @@ def _problems(unit: RowUnit, squares: bool) -> list[_Problem]:
         return [_Problem(tokens, tokens, None)]
     if unit.tokens <= TREE_TOKENS:
         part = np.repeat(np.arange(len(unit.completions) + 1), [unit.prompt, *unit.completions])
-        own = (part[None] == 0) | (part[None] == part[:, None])  # of the completions only the token's own
-        return [_Problem(tokens, tokens, np.tri(unit.tokens, dtype=bool) & own)]
+        in_own_text = (part[None] == 0) | (part[None] == part[:, None])  # of the completions only the token's own
+        return [_Problem(tokens, tokens, np.tri(unit.tokens, dtype=bool) & in_own_text)]
     prompt = tokens[: unit.prompt]
     problems = [_Problem(prompt, prompt, None)]
     start = unit.prompt
     for length in unit.completions:
-        own = tokens[start : start + length]
-        both = np.concatenate([prompt, own])
+        in_own_text = tokens[start : start + length]
+        both = np.concatenate([prompt, in_own_text])
         if squares and length >= unit.prompt:
             problems.append(_Problem(both, both, None, unit.prompt))
         elif length:
             mask = np.arange(unit.prompt + length)[None] <= unit.prompt + np.arange(length)[:, None]
-            problems.append(_Problem(own, both, mask))
+            problems.append(_Problem(in_own_text, both, mask))
         start += length
     return problems
 
@@ -197,8 +197,8 @@ def _block(batch: list[_Problem], positions_T: Tensor) -> AttentionBlock:
 def _padded(places: list[np.ndarray]) -> np.ndarray:
     """int64 [B, longest], filled with 0."""
     padded = np.zeros((len(places), max(map(len, places))), np.int64)
-    for row, own in zip(padded, places, strict=True):
-        row[: len(own)] = own
+    for row, row_places in zip(padded, places, strict=True):
+        row[: len(row_places)] = row_places
     return padded
 
 

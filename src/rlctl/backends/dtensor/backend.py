@@ -48,8 +48,8 @@ def refuse(spec: PolicySpec) -> None:
     other = "" if spec.facts.listed else ", or use --backend megatron"  # which needs the family's file
     for problem in fsdp_problems(spec.facts, spec.parallel):
         raise ConfigError(f"{problem.key}: {problem.message}.", f"Change it{other}.")
-    for key, why in _not_there(spec):
-        raise ConfigError(f"{key} is refused: {why}.", f"Remove it{other}.")
+    for key, reason in _not_there(spec):
+        raise ConfigError(f"{key} is refused: {reason}.", f"Remove it{other}.")
 
 
 def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
@@ -61,21 +61,21 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
         for key in passed:
             yield f"{section}.{key}", f"it is {whose}, and training.backend = dtensor has none"
     yield from _of_images(spec)
-    for key, why in quantization_problems(spec.facts, spec.quantization, spec.parallel, spec.dtype):
-        yield f"training.quantization.{key}", why
+    for key, reason in quantization_problems(spec.facts, spec.quantization, spec.parallel, spec.dtype):
+        yield f"training.quantization.{key}", reason
     if spec.router_replay and spec.facts.moe is None:
         yield "training.router_replay", "the model has no experts"
     elif spec.router_replay and spec.facts.listed:
         yield "training.router_replay", f"how routers of {spec.facts.family} weigh experts is not known"
     if spec.lora.rank and not spec.facts.takes_adapters:
-        why = f"layers of {spec.facts.family} hold no linear layers of torch, which adapters are for"
-        yield "training.lora.rank", why
+        reason = f"layers of {spec.facts.family} hold no linear layers of torch, which adapters are for"
+        yield "training.lora.rank", reason
     if _has_unknown_routers(spec.facts):
-        why = f"which of its tensors routers of {spec.facts.family} are is not known"
+        reason = f"which of its tensors routers of {spec.facts.family} are is not known"
         if spec.freeze_router:
-            yield "training.freeze_router", why
+            yield "training.freeze_router", reason
         if spec.lora.rank:
-            yield "training.lora.rank", f"{why}, and these take no adapters"
+            yield "training.lora.rank", f"{reason}, and these take no adapters"
 
 
 def _of_images(spec: PolicySpec) -> Iterator[tuple[str, str]]:

@@ -100,10 +100,10 @@ def _state(weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> I
     for name, parameter in weights.items():
         if parameter not in trained:
             continue
-        own = optimizer.state[parameter]
-        if not own:
-            own |= {"step": torch.zeros((), device=parameter.device)}
-            own |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-        yield from ((f"optimizer.state.{moment}.{name}", own[moment].detach()) for moment in MOMENTS)
-        step = own["step"]
+        state = optimizer.state[parameter]
+        if not state:
+            state |= {"step": torch.zeros((), device=parameter.device)}
+            state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+        yield from ((f"optimizer.state.{moment}.{name}", state[moment].detach()) for moment in MOMENTS)
+        step = state["step"]
     yield STEP, step.cpu().clone()

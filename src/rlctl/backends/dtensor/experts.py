@@ -38,18 +38,23 @@ def spread(inner: Any, world: DTensorWorld, group: Any) -> None:
 
 
 def _on_the_experts_ranks(
-    forward: Callable[..., Tensor], group: Any, held: int, tokens_NH: Tensor, experts_NK: Tensor, weights_NK: Tensor
+    forward: Callable[..., Tensor],
+    group: Any,
+    local_experts: int,
+    tokens_NH: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
 ) -> Tensor:
     """[N, H]: the weighted sum over each token's experts. Each pair goes to the expert's rank and comes back."""
     experts_S = experts_NK.flatten()
-    order_S = torch.argsort(experts_S // held, stable=True)
-    counts = torch.bincount(experts_S // held, minlength=group.size())
+    order_S = torch.argsort(experts_S // local_experts, stable=True)
+    counts = torch.bincount(experts_S // local_experts, minlength=group.size())
     theirs = torch.empty_like(counts)
     torch.distributed.all_to_all_single(theirs, counts, group=group)
     sent, received = counts.tolist(), theirs.tolist()
     token_S = order_S // experts_NK.shape[1]
     arrived_SH = _exchanged(tokens_NH[token_S], sent, received, group)
-    experts = _exchanged(experts_S[order_S] % held, sent, received, group)
+    experts = _exchanged(experts_S[order_S] % local_experts, sent, received, group)
     found_SH = forward(arrived_SH, experts[:, None], arrived_SH.new_ones((len(experts), 1)))
     back_SH = _exchanged(found_SH, received, sent, group)
     weighted_SH = back_SH * weights_NK.flatten()[order_S, None].to(back_SH.dtype)
@@ -71,10 +76,10 @@ class Replay:
         self._given = None if chosen_TLK is None else chosen_TLK[:, self.layer].long()
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, own = self._forward(hidden)
+        logits, weights, routing = self._forward(hidden)
         if self._given is None:
-            return logits, weights, own
-        chosen = torch.where(self._given >= 0, self._given, own)
+            return logits, weights, routing
+        chosen = torch.where(self._given >= 0, self._given, routing)
         wide = logits.float()
         scores = (wide.sigmoid() if self._moe.score == "sigmoid" else wide.softmax(-1)).gather(1, chosen)
         if self._moe.normalize_topk:
@@ -84,12 +89,12 @@ class Replay:
 
 def install_replay(inner: Any, world: DTensorWorld) -> list[Replay]:
     """Make every router use given experts; return the objects that receive them."""
-    moe, found = world.facts.moe, []
+    moe, gates = world.facts.moe, []
     assert moe is not None
     for name, role in world.roles.items():
         if role is Role.ROUTER:
             router: nn.Module = inner.get_submodule(name.rpartition(".")[0])
             replay = Replay(int(name.split(".")[2]), moe, router.forward)
             router.forward = replay
-            found.append(replay)
-    return found
+            gates.append(replay)
+    return gates

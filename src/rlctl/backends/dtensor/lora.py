@@ -50,16 +50,16 @@ def adapt(inner: Any, world: DTensorWorld, lora: LoraConfig) -> None:
     """Freeze a model without memory and add adapters to the targets. Raises ConfigError for unsupported or missing
     targets."""
     inner.requires_grad_(False)
-    found = dict[str, nn.Parameter]()
+    adapters = dict[str, nn.Parameter]()
     for name, shared in _targets(inner, world, lora):
         module = inner.get_submodule(name)
         require_kind(name, module, (nn.Linear,))
         module.__class__ = AdaptedLinear
         a = nn.Parameter(module.weight.new_empty(lora.rank, module.in_features))
-        module.lora_a = found.setdefault(shared, a)
+        module.lora_a = adapters.setdefault(shared, a)
         module.lora_b = nn.Parameter(module.weight.new_empty(module.out_features, lora.rank))
         module.scale, module.shared = lora.alpha / lora.rank, shared
-    if not found:
+    if not adapters:
         raise ConfigError(
             f"training.lora: the model has none of the layers of training.lora.targets ({', '.join(lora.targets)}) "
             "as torch linear layers.",
@@ -73,8 +73,8 @@ def _targets(inner: Any, world: DTensorWorld, lora: LoraConfig) -> Iterator[tupl
     together = _published_together(world) if world.facts.listed else set[str]()
     facts, layers = world.facts, re.compile(rf"{re.escape(layers_path(inner))}\.(\d+)\.(.+)\.weight")
     for name, role in world.roles.items():
-        found = layers.fullmatch(name)
-        if found is None or world.is_expert(name):
+        match = layers.fullmatch(name)
+        if match is None or world.is_expert(name):
             continue
         module = name.removesuffix(".weight")
         if is_excluded(module, lora):
@@ -90,16 +90,16 @@ def _targets(inner: Any, world: DTensorWorld, lora: LoraConfig) -> Iterator[tupl
                     )
                 yield module, module
             continue
-        moe_layer = facts.is_moe_layer(int(found[1]))
-        own = slot(role, "local", "sequential", mla=facts.mla is not None, moe_layer=moe_layer).name
-        shared = own.removesuffix(".weight")
+        moe_layer = facts.is_moe_layer(int(match[1]))
+        module_name = slot(role, "local", "sequential", mla=facts.mla is not None, moe_layer=moe_layer).name
+        shared = module_name.removesuffix(".weight")
         if takes_adapter(shared.rpartition(".")[2], lora):
-            yield module, f"decoder.layers.{found[1]}.{shared}"
+            yield module, f"decoder.layers.{match[1]}.{shared}"
 
 
 def _published_together(world: DTensorWorld) -> set[str]:
-    layout, held = world.modules, Counter(piece.param for piece in world.modules.pieces)
-    return {p.param for p in layout.pieces if held[p.param] > 1 or len(layout.by_tensor[p.tensor]) > 1}
+    layout, counts = world.modules, Counter(piece.param for piece in world.modules.pieces)
+    return {p.param for p in layout.pieces if counts[p.param] > 1 or len(layout.by_tensor[p.tensor]) > 1}
 
 
 def _is_wanted(inner: Any, path: str, lora: LoraConfig) -> bool:
@@ -139,11 +139,11 @@ def begin(inner: nn.Module, world: DTensorWorld, rank: int, seed: int) -> None:
 
 
 @torch.no_grad()
-def set_part(world: DTensorWorld, rank: int, name: str, own: Tensor, whole: Tensor) -> None:
+def set_part(world: DTensorWorld, rank: int, name: str, shard: Tensor, whole: Tensor) -> None:
     """Copy this rank's part of a whole adapter, or of one of its moments, into it."""
     box = world.adapter_box(name, tuple(whole.shape), rank)
     part = whole[tuple(slice(span.start, span.start + span.count) for span in box)]
-    local_part(own).copy_(part.to(own.dtype))
+    local_part(shard).copy_(part.to(shard.dtype))
 
 
 def adapter_parameters(inner: nn.Module) -> dict[str, Tensor]:
@@ -171,5 +171,8 @@ def _all_rows(a: Tensor) -> Tensor:
         return a
     mesh = a.device_mesh
     assert mesh.mesh_dim_names is not None
-    places = [own if axis == "tp" else Replicate() for axis, own in zip(mesh.mesh_dim_names, a.placements, strict=True)]
+    places = [
+        placement if axis == "tp" else Replicate()
+        for axis, placement in zip(mesh.mesh_dim_names, a.placements, strict=True)
+    ]
     return a.redistribute(placements=places).to_local()

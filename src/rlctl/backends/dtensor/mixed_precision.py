@@ -47,10 +47,10 @@ def round_gathered(model: Any, grid: WeightGrid) -> None:
     _replace_casts()
     paths = {module: path for path, module in model.inner.named_modules()}
     states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
-    for one in (one for state in states for group in state._fsdp_param_groups for one in group.fsdp_params):
-        name = f"{paths.get(one._module_info.module)}.{one._module_info.param_name}"
+    for param in (param for state in states for group in state._fsdp_param_groups for param in group.fsdp_params):
+        name = f"{paths.get(param._module_info.module)}.{param._module_info.param_name}"
         if name in grid.parts:
-            setattr(one, GRID, partial(grid.round, name))
+            setattr(param, GRID, partial(grid.round, name))
 
 
 @cache
@@ -67,9 +67,9 @@ def _replace_casts() -> None:
         )
     of_group, of_param = collectives[names[0]], param[names[1]].fget
 
-    def rounded(one: Any) -> bool:
-        unbiased = getattr(one.mp_policy, "rounding", "nearest") != "nearest"
-        return one.param_dtype is not None and (unbiased or hasattr(one, GRID))
+    def rounded(param: Any) -> bool:
+        unbiased = getattr(param.mp_policy, "rounding", "nearest") != "nearest"
+        return param.param_dtype is not None and (unbiased or hasattr(param, GRID))
 
     def inputs_of_param(self: Any) -> list[Tensor]:
         if not rounded(self):
@@ -79,7 +79,7 @@ def _replace_casts() -> None:
         return [flat]
 
     def inputs_of_group(params: list[Any]) -> list[list[Tensor]]:
-        return [one.all_gather_inputs for one in params] if any(map(rounded, params)) else of_group(params)
+        return [param.all_gather_inputs for param in params] if any(map(rounded, params)) else of_group(params)
 
     _fsdp_collectives._get_param_all_gather_inputs = inputs_of_group
     setattr(_fsdp_param.FSDPParam, names[1], property(inputs_of_param))

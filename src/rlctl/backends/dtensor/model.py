@@ -147,14 +147,14 @@ class PolicyModel(nn.Module):
     def _sampled_from(self, head: Callable[[Tensor], Tensor], spec: PolicySpec) -> Callable[[Tensor], Tensor]:
         width = spec.facts.vocab // self._tensor.size()
         first = self._tensor.rank() * width
-        own = [token - first for token in spec.never if first <= token < first + width]
+        local_tokens = [token - first for token in spec.never if first <= token < first + width]
 
         def lowered(hidden_UH: Tensor) -> Tensor:
             logits = head(hidden_UH)
-            logits[:, own] += NEVER
+            logits[:, local_tokens] += NEVER
             return logits
 
-        return lowered if own else head
+        return lowered if local_tokens else head
 
     def forward(self, row: PackedRow) -> Tensor:
         if self._packs:
@@ -162,13 +162,13 @@ class PolicyModel(nn.Module):
         # All units are of one length, each a sequence of its own as transformers computes one. The padding is behind
         # all tokens of a rollout, which never see it.
         units = len(row.units)
-        given = {"input_ids": row.tokens_T.view(units, -1)}
+        inputs = {"input_ids": row.tokens_T.view(units, -1)}
         if self.images is not None:
-            given = self.images.sequences(row, units)
-        return self._outputs(self._layers(**given).flatten(0, 1)[None], row)
+            inputs = self.images.sequences(row, units)
+        return self._outputs(self._layers(**inputs).flatten(0, 1)[None], row)
 
-    def _layers(self, **given: Any) -> Tensor:
-        return self.inner.get_submodule(self._body)(use_cache=False, **given).last_hidden_state
+    def _layers(self, **inputs: Any) -> Tensor:
+        return self.inner.get_submodule(self._body)(use_cache=False, **inputs).last_hidden_state
 
     def _packed(self, row: PackedRow) -> Tensor:
         size, rank = self._context.size(), self._context.rank()
@@ -177,8 +177,8 @@ class PolicyModel(nn.Module):
             replay.give(part.routing_TLK)
         mutual_T = self.images.mutual_tokens(row) if self.images is not None else None
         passed = RowPass(RowAttention.of(row, size, rank, mutual_T), self._context)
-        found = self._layers(**self.inputs(part), row=passed)
-        out = self._outputs(found, part)
+        hidden = self._layers(**self.inputs(part), row=passed)
+        out = self._outputs(hidden, part)
         return out if size == 1 else JoinContext.apply(out, part.columns_R["index"], len(row.targets_R), self._context)
 
     def inputs(self, part: PackedRow) -> dict[str, Tensor]:
@@ -267,15 +267,17 @@ def _widen_buffers(inner: Any, world: DTensorWorld) -> None:
     """Make stored buffers float32, like the parameters, without rounding their files' values."""
     for name, role in world.roles.items():
         if role in BUFFER_ROLES:
-            module, _, own = name.rpartition(".")
+            module, _, leaf = name.rpartition(".")
             buffer = inner.get_buffer(name)
-            inner.get_submodule(module)._buffers[own] = buffer.float() if buffer.is_floating_point() else buffer
+            inner.get_submodule(module)._buffers[leaf] = buffer.float() if buffer.is_floating_point() else buffer
 
 
 def _compute_narrowly(inner: Any, world: DTensorWorld, dtype: torch.dtype, rounding: Rounding) -> None:
     """Run modules in `dtype`, including stored buffers without a fixed dtype, as FSDP2 runs parameters."""
-    own = {matrix.tensor for matrix in weights_of(world.facts).matrices if matrix.dtype or matrix.role != Role.STORED}
-    names = [piece.param for piece in world.modules.pieces if piece.tensor not in own]
+    special = {
+        matrix.tensor for matrix in weights_of(world.facts).matrices if matrix.dtype or matrix.role != Role.STORED
+    }
+    names = [piece.param for piece in world.modules.pieces if piece.tensor not in special]
     for path in {name.rpartition(".")[0] for name in names}:
         module = inner.get_submodule(path)
         leaves = [leaf for leaf in module._buffers if f"{path}.{leaf}" in names]
@@ -351,9 +353,9 @@ MOVED = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
 def require_causal(model: PolicyModel, spec: PolicySpec) -> None:
     """Raise InputError if a token's output depends on later tokens or other rollouts. Collective."""
     device, vocab = next(model.parameters()).device, spec.facts.vocab
-    own = torch.arange(1, PROBED + 1, device=device) % vocab
-    other_end = torch.cat([own[:-1], (own[-1:] + vocab // 2) % vocab])
-    before, after = model(_probe(own, own)), model(_probe(other_end, own.flip(0)))
+    token_ids = torch.arange(1, PROBED + 1, device=device) % vocab
+    other_end = torch.cat([token_ids[:-1], (token_ids[-1:] + vocab // 2) % vocab])
+    before, after = model(_probe(token_ids, token_ids)), model(_probe(other_end, token_ids.flip(0)))
     moved = float((before - after).abs().max())
     if not moved <= MOVED[spec.dtype]:
         raise InputError(

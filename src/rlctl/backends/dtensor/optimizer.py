@@ -28,8 +28,8 @@ def build_optimizer(spec: PolicySpec, model: nn.Module) -> torch.optim.AdamW:
     norms = {f"{path}.{name}" for path, norm in modules.items() for name, _ in norm.named_parameters(recurse=False)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            own = name.rpartition(".")[2]
-            decays = not (name in norms or parameter.dim() == 1 or own.endswith("bias") or own in STATE_SPACE)
+            leaf = name.rpartition(".")[2]
+            decays = not (name in norms or parameter.dim() == 1 or leaf.endswith("bias") or leaf in STATE_SPACE)
             # The fused kernel takes parameters of one mesh: experts that are spread have their own.
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault((decays, mesh), {"params": [], "decays": decays})["params"].append(parameter)

@@ -37,8 +37,8 @@ def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMes
     their parts."""
     group, made = mesh.get_group(), dict[int, nn.Parameter]()
     for path, module in inner.named_modules():
-        own = {name: f"{path}.{name}" for name, value in module._parameters.items() if value is not None}
-        for name, full_name in own.items():
+        paths = {name: f"{path}.{name}" for name, value in module._parameters.items() if value is not None}
+        for name, full_name in paths.items():
             parameter = module._parameters[name]
             assert parameter is not None
             if id(parameter) not in made:  # tied weights stay tied
@@ -48,8 +48,8 @@ def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMes
         if table and group.size() > 1:
             lookup: Any = partial(_embed, module, group)
             module.forward = lookup
-        elif own and (group.size() > 1 or any(map(world.is_expert, own.values()))):
-            views = {name: _view(world, full_name, group) for name, full_name in own.items()}
+        elif paths and (group.size() > 1 or any(map(world.is_expert, paths.values()))):
+            views = {name: _view(world, full_name, group) for name, full_name in paths.items()}
             module.forward = partial(with_views, module, module.forward, views, "parameters")
     for layer in layers_of(inner) if group.size() > 1 else ():
         for module in (layer.self_attn, layer.mlp):
@@ -88,8 +88,8 @@ def _divided(
 
 
 def _view(world: DTensorWorld, name: str, group: Any) -> View:
-    module, _, own = name.rpartition(".")
-    role = world.roles.get(f"{module}.weight" if own == "lora_b" else name)
+    module, _, leaf = name.rpartition(".")
+    role = world.roles.get(f"{module}.weight" if leaf == "lora_b" else name)
     heads, width = world.facts.kv_heads, world.facts.head_dim
     if role in KEYS_AND_VALUES and heads < group.size():
         return partial(_one_head, group.rank() * heads // group.size() * width, width)
@@ -118,13 +118,13 @@ def with_views(
     module: nn.Module, forward: Callable[..., Any], views: Mapping[str, View], kind: str, *args: Any, **kwargs: Any
 ) -> Any:
     """`forward` of a module whose parameters (or buffers: `kind`) are, for that moment, what `views` make of them."""
-    own = getattr(module, f"_{kind}")
-    owned = {name: own[name] for name in views}
-    own.update({name: views[name](value) for name, value in owned.items()})
+    original = getattr(module, f"_{kind}")
+    owned = {name: original[name] for name in views}
+    original.update({name: views[name](value) for name, value in owned.items()})
     try:
         return forward(*args, **kwargs)
     finally:
-        own.update(owned)
+        original.update(owned)
 
 
 def _embed(module: nn.Embedding, group: Any, tokens_1T: Tensor) -> Tensor:
@@ -132,8 +132,8 @@ def _embed(module: nn.Embedding, group: Any, tokens_1T: Tensor) -> Tensor:
     weight = local_view(module.weight)
     local = tokens_1T - group.rank() * weight.shape[0]
     outside = (local < 0) | (local >= weight.shape[0])
-    found = F.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0.0)
-    shared = ShareOut.apply(found[0], group)[None]
+    embedded = F.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0.0)
+    shared = ShareOut.apply(embedded[0], group)[None]
     scale = getattr(module, "embed_scale", None)  # Gemma's
     return shared if scale is None else shared * scale.to(shared.dtype)
 

@@ -39,8 +39,8 @@ class RowImages:
         self._directory = directory
         self.mutual = mutual
         family = VISION_FAMILIES[vision.kind]
-        named = (name for name, _ in inner.named_parameters() if family.part_of(name) in ("vision", "projector"))
-        self._seeing = [tuple(name.rpartition(".")[::2]) for name in named]
+        names = (name for name, _ in inner.named_parameters() if family.part_of(name) in ("vision", "projector"))
+        self._seeing = [tuple(name.rpartition(".")[::2]) for name in names]
         """Module and name of each parameter of tower and projector."""
         language = inner.get_submodule(family.language)
         self._by_layer = language if getattr(language, "hidden_size_per_layer_input", 0) else None
@@ -73,8 +73,8 @@ class RowImages:
             return None
         tokens_T, found_T = row.tokens_T.cpu().numpy(), np.full(len(row.tokens_T), -1)
         for number, part in enumerate(row.media):
-            own = slice(part.start, part.start + part.tokens)
-            found_T[own][tokens_T[own] == self._token] = number
+            tokens_of_part = slice(part.start, part.start + part.tokens)
+            found_T[tokens_of_part][tokens_T[tokens_of_part] == self._token] = number
         return found_T
 
     def inputs(self, row: PackedRow) -> dict[str, Any]:
@@ -82,15 +82,15 @@ class RowImages:
         additions."""
         seen_T = row.tokens_T == self._token
         embeds_1TH = self._inner.get_input_embeddings()(row.tokens_T.masked_fill(seen_T, 0)[None])
-        given: dict[str, Any] = {"position_ids": _model_positions(row.positions_kT)}
+        arguments: dict[str, Any] = {"position_ids": _model_positions(row.positions_kT)}
         if self._by_layer is not None:  # tokens of images are padding to it
             tokens_T = row.tokens_T.masked_fill(seen_T, self._by_layer.config.pad_token_id or 0)
-            given["per_layer_inputs"] = self._by_layer.get_per_layer_inputs(tokens_T[None], None)
+            arguments["per_layer_inputs"] = self._by_layer.get_per_layer_inputs(tokens_T[None], None)
         if not row.media:
-            return given | {"inputs_embeds": self._with_every_parameter(embeds_1TH)}
+            return arguments | {"inputs_embeds": self._with_every_parameter(embeds_1TH)}
         pixels = {name: value.to(embeds_1TH.device) for name, value in self._joined(row.media).items()}
-        found = self._inner.model.get_image_features(**pixels)
-        features_MH = _flat(found.pooler_output)
+        image_features = self._inner.model.get_image_features(**pixels)
+        features_MH = _flat(image_features.pooler_output)
         if len(features_MH) != int(seen_T.sum()):
             raise InputError(
                 f"The images of a row have {int(seen_T.sum())} tokens, and the model makes {len(features_MH)} "
@@ -99,26 +99,26 @@ class RowImages:
             )
         own_T, where = self._own_part(seen_T)
         embeds_1TH = embeds_1TH.masked_scatter(own_T[None, :, None], features_MH[where].to(embeds_1TH.dtype))
-        if (deep := getattr(found, "deepstack_features", None)) is not None:
-            given["visual_pos_masks"] = own_T[None]
-            given["deepstack_visual_embeds"] = [_flat(one)[where] for one in deep]
-        return given | {"inputs_embeds": embeds_1TH}
+        if (deep := getattr(image_features, "deepstack_features", None)) is not None:
+            arguments["visual_pos_masks"] = own_T[None]
+            arguments["deepstack_visual_embeds"] = [_flat(layer)[where] for layer in deep]
+        return arguments | {"inputs_embeds": embeds_1TH}
 
     def sequences(self, row: PackedRow, units: int) -> dict[str, Any]:
         """Return `inputs` of a row with `units` padded texts, one sequence each: [units, T / units, H]. Position ids
         are given only for models with several positions a token."""
-        given = self.inputs(row)
-        given["inputs_embeds"] = given["inputs_embeds"].unflatten(1, (units, -1))[0]
-        positions = given.pop("position_ids")
+        inputs = self.inputs(row)
+        inputs["inputs_embeds"] = inputs["inputs_embeds"].unflatten(1, (units, -1))[0]
+        positions = inputs.pop("position_ids")
         if len(positions) > 1:
-            given["position_ids"] = positions.unflatten(2, (units, -1))[:, 0]
-        return given
+            inputs["position_ids"] = positions.unflatten(2, (units, -1))[:, 0]
+        return inputs
 
     def _own_part(self, seen_T: Tensor) -> tuple[Tensor, slice]:
         """Return this rank's image tokens [T / ranks] and their places among the row's."""
         size, rank = self._group.size(), self._group.rank()
-        own = len(seen_T) // size
-        before, own_T = int(seen_T[: own * rank].sum()), seen_T[own * rank : own * (rank + 1)]
+        local_count = len(seen_T) // size
+        before, own_T = int(seen_T[: local_count * rank].sum()), seen_T[local_count * rank : local_count * (rank + 1)]
         return own_T, slice(before, before + int(own_T.sum()))
 
     def _with_every_parameter(self, embeds: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class RowImages:
 
     def _joined(self, media: Sequence[MediaPart]) -> dict[str, Tensor]:
         each = [self._pixels(part) for part in media]
-        return {name: _side_by_side(name, [one[name] for one in each]) for name in each[0]}
+        return {name: _side_by_side(name, [arguments[name] for arguments in each]) for name in each[0]}
 
 
 def _model_positions(positions_kT: Tensor) -> Tensor:
@@ -170,5 +170,5 @@ def _side_by_side(name: str, values: Sequence[Tensor]) -> Tensor:
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
     """Embeddings [M, H] of all images, which models give by image."""
-    joined = features if isinstance(features, Tensor) else torch.cat([one.flatten(0, -2) for one in features])
+    joined = features if isinstance(features, Tensor) else torch.cat([feature.flatten(0, -2) for feature in features])
     return joined.flatten(0, -2)

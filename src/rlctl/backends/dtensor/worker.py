@@ -102,12 +102,12 @@ class DTensorWorker(PolicyRank):
 
     def sent_parameters(self) -> dict[str, Tensor]:
         """The weights as engines get them: copies of those that are rounded."""
-        found, grid = self.parameters(), self.grid
+        sent, grid = self.parameters(), self.grid
         if grid is not None:
             for name in grid.parts:
-                found[name] = self._narrowed(found[name])
-                grid.round(name, found[name])
-        return found
+                sent[name] = self._narrowed(sent[name])
+                grid.round(name, sent[name])
+        return sent
 
     def round_weights(self) -> None:
         """The weights are rounded whenever they are gathered, and here their scales are taken."""
@@ -179,8 +179,8 @@ class DTensorWorker(PolicyRank):
 
     def _states(self) -> list[Tensor]:
         states = self.optimizer.state if self.optimizer is not None else {}
-        found = (value for state in states.values() for value in state.values())
-        return [local_part(value) for value in found if isinstance(value, Tensor)]
+        tensors = (value for state in states.values() for value in state.values())
+        return [local_part(value) for value in tensors if isinstance(value, Tensor)]
 
     @contextlib.contextmanager
     def _states_here(self) -> Iterator[None]:
@@ -236,10 +236,10 @@ class DTensorWorker(PolicyRank):
             for module in () if forward_only else fsdp_modules(self.model):
                 module.set_requires_all_reduce(last, recurse=False)
                 module.set_is_last_backward(last)
-            loss, found = loss_of(row, self.model(row))
+            loss, tensors = loss_of(row, self.model(row))
             if not forward_only:
                 (loss * self._loss_scale.value if self._loss_scale else loss).backward()
-            collected.append(found)
+            collected.append(tensors)
         return collected
 
     @property

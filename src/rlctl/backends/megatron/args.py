@@ -18,8 +18,8 @@ AUXILIARY = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 """Coefficients of the auxiliary losses of routers."""
 
 
-def auxiliary_losses(given: Mapping[str, Any]) -> tuple[float, float]:
-    values = (given.get(key) for key in AUXILIARY)
+def auxiliary_losses(options: Mapping[str, Any]) -> tuple[float, float]:
+    values = (options.get(key) for key in AUXILIARY)
     balance, z = (float(value[0] if isinstance(value, list | tuple) else value or 0.0) for value in values)
     return balance, z
 

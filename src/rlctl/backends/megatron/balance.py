@@ -94,17 +94,17 @@ class Balance(OfMicroBatch):
 
 def install(chunk: nn.Module, coefficients: Coefficients, scale: Callable[[Tensor], Tensor]) -> list[Balance]:
     """Give every router of a model chunk its losses."""
-    found = [Balance(router, coefficients, scale) for router in routers_of(chunk)]
-    for own, router in zip(found, routers_of(chunk), strict=True):
-        router.routing = own.routing
-    return found
+    balances = [Balance(router, coefficients, scale) for router in routers_of(chunk)]
+    for balance, router in zip(balances, routers_of(chunk), strict=True):
+        router.routing = balance.routing
+    return balances
 
 
 def router_load(balances: Sequence[Balance], layers: int, experts: int, device: torch.device) -> RouterLoad:
     """Return the losses and the load of all routers in the mini-batch. Collective over all ranks."""
     table = torch.zeros(layers, 2 + experts, dtype=torch.float64, device=device)
-    for own in balances:
-        table[own.layer] = torch.cat([own.losses, own.load_E])
+    for balance in balances:
+        table[balance.layer] = torch.cat([balance.losses, balance.load_E])
     torch.distributed.all_reduce(table)
     table = table[table[:, 2:].sum(1) > 0].cpu()  # layers with experts
     if not len(table):

@@ -62,11 +62,11 @@ class MegatronSave(Save):
 
     def _tensors(self) -> dict[tuple[int, int], Tensor]:
         """Take the tensors of all files out of Megatron's lists; keys are their places there."""
-        found = dict[tuple[int, int], Tensor]()
+        by_rank = dict[tuple[int, int], Tensor]()
         for number, (_, _, (_, tensors)) in enumerate(self._files):
-            found |= {(number, place): tensor for place, (_, tensor) in enumerate(tensors)}
+            by_rank |= {(number, place): tensor for place, (_, tensor) in enumerate(tensors)}
             tensors[:] = [(item, (number, place)) for place, (item, _) in enumerate(tensors)]
-        return found
+        return by_rank
 
     @property
     def _files(self) -> list[Any]:
@@ -105,23 +105,23 @@ def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
     pickles.scan(directory)
     common = dist_checkpointing.load_common_state_dict(str(directory))
     make_states(optimizer)
-    wanted = _sharded_state(chunks, optimizer)
-    for leaf in nested_values(wanted):
+    template = _sharded_state(chunks, optimizer)
+    for leaf in nested_values(template):
         if isinstance(leaf, ShardedTensorFactory):  # its parts are views, and are read into the parameter itself
             leaf.merge_fn = lambda _, live=leaf.data: live
     if same_layout := common.get("layout") == _layout():
-        wanted["random"] = _random_state_of_rank()
-    found = cast(dict[str, Any], dist_checkpointing.load(wanted, str(directory)))
+        template["random"] = _random_state_of_rank()
+    loaded = cast(dict[str, Any], dist_checkpointing.load(template, str(directory)))
     for key, chunk in _chunk_keys(chunks):
         core = core_of(chunk)
-        make_pickles(found[key], get_fp8_recipe(core.config) if core.config.fp8 else None)
-        core.load_state_dict(found[key], strict=not _has_adapters(core))
-    states = found["optimizer"].get("states", {})
+        make_pickles(loaded[key], get_fp8_recipe(core.config) if core.config.fp8 else None)
+        core.load_state_dict(loaded[key], strict=not _has_adapters(core))
+    states = loaded["optimizer"].get("states", {})
     for number, inner in enumerate(inner_optimizers(optimizer)):
         _take_states(inner, states.get(number, {}))
     set_count(optimizer, steps_in(common["optimizer"]))
     if same_layout:
-        _set_random_state(found["random"])
+        _set_random_state(loaded["random"])
 
 
 def _sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
@@ -191,23 +191,23 @@ def _states_in_blocks(inner: Any, models: dict[str, Any]) -> dict[int, dict[str,
     state."""
     leaves = [leaf for leaf in nested_values(models) if isinstance(leaf, ShardedTensor | ShardedTensorFactory)]
     by_param = {leaf.data: leaf for leaf in leaves}
-    found: dict[int, dict[str, list[ShardedTensor]]] = {}
+    by_kind: dict[int, dict[str, list[ShardedTensor]]] = {}
     for number, (param, first, last) in enumerate(_ranges(inner)):
         leaf = by_param[param]
         parts: list[Any] = list(nested_values(leaf.build())) if isinstance(leaf, ShardedTensorFactory) else [leaf]
         states = {name: value.detach() for name, value in inner._get_main_param_and_optimizer_states(param).items()}
         if inner.config.use_precision_aware_optimizer:  # unpacked for this, on the device
             states = {name: value.cpu() for name, value in states.items()}
-        found[number] = {
+        by_kind[number] = {
             name: [
                 block
-                for part in sorted(parts, key=lambda one: one.data.storage_offset())
+                for part in sorted(parts, key=lambda shard: shard.data.storage_offset())
                 for block in _blocks_of(part, param, values, first, last, f"optimizer.state.{name}.")
             ]
             for name, values in states.items()
             if name != "step"
         }
-    return found
+    return by_kind
 
 
 def _ranges(inner: Any) -> Iterator[tuple[Any, int, int]]:
@@ -290,18 +290,18 @@ def plain(state: Any) -> Any:
     """A layer's state, pickled by this process, without its recipe; an empty tensor (no float8 yet) stays."""
     if not isinstance(state, Tensor) or not state.numel():
         return state
-    held = pickle.loads(state.cpu().numpy().tobytes())
+    content = pickle.loads(state.cpu().numpy().tobytes())
     # A grouped layer's are views into what all of its experts share.
-    kept = {key: value.clone() if isinstance(value, Tensor) else value for key, value in held.items()}
+    kept = {key: value.clone() if isinstance(value, Tensor) else value for key, value in content.items()}
     kept.pop("recipe", None)
     return kept
 
 
-def make_pickles(found: dict[str, Any], recipe: Any) -> None:
+def make_pickles(states: dict[str, Any], recipe: Any) -> None:
     """Convert loaded state for float8 layers under `recipe` (None: without float8). Raises InputError for a pickle that
     `make_plain` should have removed."""
-    for key in [key for key in found if MARK in key]:
-        found[key] = pickled(found[key], recipe, key)
+    for key in [key for key in states if MARK in key]:
+        states[key] = pickled(states[key], recipe, key)
 
 
 def pickled(state: Any, recipe: Any, key: str) -> Any:

@@ -47,13 +47,13 @@ def make_config(cls: type, values: dict[str, Any], overrides: dict[str, Any], se
             near = difflib.get_close_matches(key, names, n=1)
             hint = f"Did you mean `{near[0]}`?" if near else None
             raise ConfigError(f"{section}.{key} is not a field of Megatron-Core's {cls.__name__}.", hint)
-    known = {key: value for key, value in values.items() if key in names} | overrides
+    arguments = {key: value for key, value in values.items() if key in names} | overrides
     try:
-        return cls(**{key: _real(fields[key], value) for key, value in known.items()})
+        return cls(**{key: _real(fields[key], value) for key, value in arguments.items()})
     except (ValueError, AssertionError, TypeError) as error:
-        why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigError(
-            f"Megatron-Core refuses the configuration: {why}", f"Section `{section}` or `training`."
+            f"Megatron-Core refuses the configuration: {reason}", f"Section `{section}` or `training`."
         ) from error
 
 
@@ -66,10 +66,10 @@ def _real(field: dataclasses.Field, value: Any) -> Any:
     if "torch.dtype" not in str(field.type):
         return value
     name = value.removeprefix("torch.")
-    found = getattr(torch, DTYPE_NAMES.get(name, name), None)
-    if not isinstance(found, torch.dtype):
+    attribute = getattr(torch, DTYPE_NAMES.get(name, name), None)
+    if not isinstance(attribute, torch.dtype):
         raise ConfigError(f"`{field.name}` = {value}: torch has no such data type.", "For example bfloat16.")
-    return found
+    return attribute
 
 
 def call_known(function: Callable[..., Any], **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ def mlp_submodules(mlp: Any) -> Any:
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
 
-def import_transformer_engine(wanted: bool) -> None:
+def import_transformer_engine(enabled: bool) -> None:
     """Import TransformerEngine before Megatron-Core, and hide a broken installation from it. Raises MachineError for a
     broken one that is `wanted`."""
     if find_spec(TRANSFORMER_ENGINE) is None:
@@ -96,7 +96,7 @@ def import_transformer_engine(wanted: bool) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == TRANSFORMER_ENGINE]:
             del sys.modules[name]
         sys.modules[TRANSFORMER_ENGINE] = None  # type: ignore[assignment]
-        if wanted:
+        if enabled:
             raise MachineError(
                 f"TransformerEngine is installed and cannot be imported with torch {torch.__version__}: "
                 f"{type(error).__name__}: {error}.",

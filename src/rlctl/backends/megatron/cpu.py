@@ -204,8 +204,8 @@ def _accept_cpu_parameter_types() -> None:
         (clip_grads, "clip_grad_by_total_norm_fp32"),
     )
     for owner, name in sites:
-        if (found := vars(owner).get(name)) is not None:
-            function: Any = getattr(found, "__func__", found)  # of a classmethod
+        if (original := vars(owner).get(name)) is not None:
+            function: Any = getattr(original, "__func__", original)  # of a classmethod
             function.__code__ = _rewrite_constants(function.__code__, table)
 
 
@@ -355,7 +355,7 @@ def _scale_gradients_in_place() -> None:
 
     def scale(chunk_size: Any, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], factor: float) -> None:
         source, target = tensor_lists
-        if any(one is not other for one, other in zip(source, target, strict=True)):
+        if any(element is not other for element, other in zip(source, target, strict=True)):
             torch._foreach_copy_(target, source)
         torch._foreach_mul_(target, factor)
 

@@ -65,8 +65,8 @@ class HostStates:
             if id(param) in self._masters:
                 yield param
             # torch's Adam keeps a count of steps next to the moments
-            found = self._owner.optimizer.state.get(param, {}).values()
-            yield from (value for value in found if isinstance(value, Tensor) and value.dim())
+            states = self._owner.optimizer.state.get(param, {}).values()
+            yield from (value for value in states if isinstance(value, Tensor) and value.dim())
 
     @contextlib.contextmanager
     def on_device(self, params: list[Tensor], *, changed: bool) -> Iterator[None]:
@@ -93,18 +93,21 @@ class HostStates:
     def visit(self, part: Part) -> Iterator[list[Tensor]]:
         """The states of `part` are on the device, to be changed, and the optimizer knows of no other parameters."""
         owner, groups = self._owner, self._owner.optimizer.param_groups
-        whole, params = [group["params"] for group in groups], [param for own in part for param in own]
+        whole, params = (
+            [group["params"] for group in groups],
+            [param for group_params in part for param in group_params],
+        )
         with self.on_device(params, changed=True):
             try:
-                for group, own in zip(groups, part, strict=True):
-                    group["params"] = own
+                for group, part_group in zip(groups, part, strict=True):
+                    group["params"] = part_group
                 owner.optimizer.param_groups = [group for group in groups if group["params"]]
                 owner.visiting = {id(param) for param in params}
                 yield params
             finally:
                 owner.visiting, owner.optimizer.param_groups = None, groups
-                for group, own in zip(groups, whole, strict=True):
-                    group["params"] = own
+                for group, part_group in zip(groups, whole, strict=True):
+                    group["params"] = part_group
 
     def step(self, *, empty: bool = False) -> None:
         """Replace the optimizer's step: step and update the model a part at a time. `empty`: create states without
@@ -155,8 +158,8 @@ class HostedOptimizer(RoundingOptimizer):
 
     def _get_main_param_and_optimizer_states(self, model_param: Any) -> dict[str, Tensor]:
         with self.host_states.on_device(self._shard_of(model_param), changed=False):
-            found = super()._get_main_param_and_optimizer_states(model_param)
-            return {name: value.detach().to("cpu", copy=True) for name, value in found.items()}
+            states = super()._get_main_param_and_optimizer_states(model_param)
+            return {name: value.detach().to("cpu", copy=True) for name, value in states.items()}
 
     def _set_main_param_and_optimizer_states(self, model_param: Any, tensors: dict[str, Tensor]) -> None:
         with self.host_states.on_device(self._shard_of(model_param), changed=True):

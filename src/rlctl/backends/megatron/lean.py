@@ -25,11 +25,11 @@ class Rotated(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    found = torch.empty_like(x, memory_format=torch.contiguous_format)
-    (left, right), (of_left, of_right) = x.chunk(2, -1), found.chunk(2, -1)
+    rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
+    (left, right), (of_left, of_right) = x.chunk(2, -1), rotated.chunk(2, -1)
     torch.mul(left, cos, out=of_left).sub_(right * sin)
     torch.mul(right, cos, out=of_right).add_(left * sin)
-    return found
+    return rotated
 
 
 class LookedUp(torch.autograd.Function):
@@ -78,10 +78,10 @@ def swiglu(y: Tensor) -> Tensor:
 def swiglu_back(grad: Tensor, y: Tensor) -> Tensor:
     """The gradient [..., 2 f] of `swiglu` in four passes. Megatron writes it for a compiler: a dozen passes over the
     widest tensors."""
-    found = torch.empty_like(y)
-    (gate, linear), (of_gate, of_linear) = y.chunk(2, -1), found.chunk(2, -1)
+    gradient = torch.empty_like(y)
+    (gate, linear), (of_gate, of_linear) = y.chunk(2, -1), gradient.chunk(2, -1)
     silu = F.silu(gate)
     torch.mul(grad, silu, out=of_linear)
     torch.mul(grad, linear, out=silu)
     torch.ops.aten.silu_backward.grad_input(silu, gate, grad_input=of_gate)
-    return found
+    return gradient

@@ -31,7 +31,7 @@ class AdaptedParallel(Adapted):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         """As the base layer's, with the adapters split as they are."""
-        found = make_sharded_tensors_for_checkpoint(
+        tensors = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),  # type: ignore[attr-defined]
             prefix,
             self.split,
@@ -41,8 +41,8 @@ class AdaptedParallel(Adapted):
         )
         key = f"{prefix}lora_b"
         if prefix.endswith("linear_fc1."):  # gate and up are split each, as Megatron does it for the weight
-            found[key] = apply_swiglu_sharded_factory(found[key], sharded_offsets)
-        return found
+            tensors[key] = apply_swiglu_sharded_factory(tensors[key], sharded_offsets)
+        return tensors
 
 
 class AdaptedColumn(AdaptedParallel, ColumnParallelLinear):

@@ -266,12 +266,12 @@ def forward_step(
         size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
         params = RowParams.of(row, size, rank)
         assert params.part is not None
-        if own := replays.get(id(model)):
-            hand_out(own, params.part.routing_TLK, get_model_config(model))
-        if own := balances.get(id(model)):
+        if recorded := replays.get(id(model)):
+            hand_out(recorded, params.part.routing_TLK, get_model_config(model))
+        if recorded := balances.get(id(model)):
             filler_T = params.part.filler_T
             counted_T = torch.ones_like(params.part.tokens_T, dtype=torch.bool) if filler_T is None else ~filler_T
-            hand_out(own, counted_T, get_model_config(model))
+            hand_out(recorded, counted_T, get_model_config(model))
         output = model(params.part.tokens_T[None], None, None, packed_seq_params=params)
 
         def loss_function(out: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -101,8 +101,8 @@ def set_masters(optimizer: Any, masters: Mapping[Tensor, Tensor]) -> None:
         for parameter in inner.model_param_group_index_map:
             span = inner._get_model_param_range_map(parameter)["param"]
             states = inner._get_main_param_and_optimizer_states(parameter)  # copies, of states in host memory
-            own = {"param": masters[parameter].flatten()[span.start : span.end]}
-            inner._set_main_param_and_optimizer_states(parameter, states | own)
+            main_state = {"param": masters[parameter].flatten()[span.start : span.end]}
+            inner._set_main_param_and_optimizer_states(parameter, states | main_state)
 
 
 def make_states(optimizer: Any) -> None:

@@ -65,10 +65,10 @@ class Replay(OfMicroBatch):
     ) -> tuple[Tensor, Tensor]:
         """(scores, experts) of each token, both [T, K]; Megatron's router calls it in place of its top-k."""
         own_values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        given = self.take()
-        if given is None:
+        replayed = self.take()
+        if replayed is None:
             return own_values, own
-        chosen = torch.where(given >= 0, given, own)
+        chosen = torch.where(replayed >= 0, replayed, own)
         return scores.gather(1, chosen), chosen
 
 

@@ -162,18 +162,18 @@ class MegatronWorker(PolicyRank):
 
     @torch.no_grad()
     def load_weights(self, directory: Path, *, saved: bool = False) -> None:
-        world, named = self.layouts(), dict(self._named())
-        head = named.pop(HEAD, None) if self.spec.valued else None  # the last pipeline stage alone has it
+        world, by_name = self.layouts(), dict(self._named())
+        head = by_name.pop(HEAD, None) if self.spec.valued else None  # the last pipeline stage alone has it
         if not saved:
-            load_rank(directory, world, self.rank, {name: value.data for name, value in named.items()}, world.facts)
+            load_rank(directory, world, self.rank, {name: value.data for name, value in by_name.items()}, world.facts)
             if head is not None and (published := published_value_head(directory)) is not None:
                 head.data.copy_(published)
             self.weights_changed()
             return
-        masters = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in named.items()}
+        masters = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in by_name.items()}
         load_rank(directory, replace(world, dtype="float32"), self.rank, masters, world.facts, valued=self.spec.valued)
-        found = {named[name]: master for name, master in masters.items()}
-        self._take_masters(found if head is None else found | {head: load_value_head(directory)})
+        weights = {by_name[name]: master for name, master in masters.items()}
+        self._take_masters(weights if head is None else weights | {head: load_value_head(directory)})
 
     def _take_masters(self, masters: dict[Tensor, Tensor]) -> None:
         from rlctl.backends.megatron.optimizer import set_masters
@@ -200,13 +200,13 @@ class MegatronWorker(PolicyRank):
             with self.exchanged(others):
                 yield
             return
-        live, named = self.parameters(), dict(self._named())
+        live, by_name = self.parameters(), dict(self._named())
         try:
-            for name, param in named.items():
+            for name, param in by_name.items():
                 param.data = others[name]
             yield
         finally:
-            for name, param in named.items():
+            for name, param in by_name.items():
                 param.data = live[name]
 
     def offload(self, keep_weights: bool) -> Offloaded:
@@ -231,9 +231,9 @@ class MegatronWorker(PolicyRank):
         outcome = take_step(self.optimizer, lr, weight_decay)
         if not self._balances:
             return outcome
-        facts, own = self.spec.facts, [one for chunk in self._balances.values() for one in chunk]
+        facts, balances = self.spec.facts, [balance for chunk in self._balances.values() for balance in chunk]
         assert facts.moe is not None  # others have no routers
-        return replace(outcome, routers=router_load(own, facts.layers, facts.moe.experts, self.device))
+        return replace(outcome, routers=router_load(balances, facts.layers, facts.moe.experts, self.device))
 
     def run_rows(self, rows: list[PackedRow], loss_of: LossOf, *, forward_only: bool) -> list[dict[str, Any]]:
         """Megatron's schedule; the last pipeline stage has the output."""
@@ -247,13 +247,14 @@ class MegatronWorker(PolicyRank):
             # Without a backward pass nothing is recomputed: it costs time, and under delayed float8 scaling it would
             # leave copies of scales that the next recomputation takes for its own.
             chunk.train(not forward_only)
-        for receiver in (one for table in (self._replays, self._balances) for own in table.values() for one in own):
-            receiver.begin(training=not forward_only)
+        for receivers in (*self._replays.values(), *self._balances.values()):
+            for receiver in receivers:
+                receiver.begin(training=not forward_only)
         if self._balances and not forward_only:
             tokens = torch.tensor(float(sum(row.tokens for row in rows)), dtype=torch.float64, device=self.device)
             torch.distributed.all_reduce(tokens, group=self.data_group)
-            for own in (one for chunk in self._balances.values() for one in chunk):
-                own.begin_batch(float(tokens))
+            for balance in (balance for chunk in self._balances.values() for balance in chunk):
+                balance.begin_batch(float(tokens))
         iterators = [self.counted(rows), *(iter(rows) for _ in self.chunks[1:])]
         return get_forward_backward_func()(
             forward_step_func=forward_step(loss_of, self._replays, self._balances),

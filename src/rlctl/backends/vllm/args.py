@@ -105,15 +105,15 @@ def engine_spec(
 
 def _config_overrides(facts: ModelFacts) -> dict[str, Any]:
     """Return values of config.json that vLLM would read otherwise than transformers does."""
-    found: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     if facts.family == "deepseek_v3":  # vLLM looks for these keys, transformers knows one way for this model type
-        found |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     ropes = {"full_attention": facts.rope, "sliding_attention": facts.window_rope}
-    given = {kind: _rope_parameters(rope, facts) for kind, rope in ropes.items() if rope is not None}
-    if any(different for _, different in given.values()):
-        values = {kind: parameters for kind, (parameters, _) in given.items()}
-        found["rope_parameters"] = values if len(values) > 1 else values["full_attention"]
-    return found
+    rope_overrides = {kind: _rope_parameters(rope, facts) for kind, rope in ropes.items() if rope is not None}
+    if any(different for _, different in rope_overrides.values()):
+        values = {kind: parameters for kind, (parameters, _) in rope_overrides.items()}
+        overrides["rope_parameters"] = values if len(values) > 1 else values["full_attention"]
+    return overrides
 
 
 def _rope_parameters(rope: RopeFacts, facts: ModelFacts) -> tuple[dict[str, Any], bool]:
@@ -126,8 +126,8 @@ def _rope_parameters(rope: RopeFacts, facts: ModelFacts) -> tuple[dict[str, Any]
         return plain, False
     grown = 0.1 * math.log(length)
     if facts.mla is None:  # before 0.31 vLLM reads neither `attention_factor` nor `mscale`, but two keys of its own
-        own = {"attention_factor": factor, "attn_factor": factor, "apply_yarn_scaling": False}
-        return plain | own, abs(factor - (grown + 1)) > 1e-9
+        factors = {"attention_factor": factor, "attn_factor": factor, "apply_yarn_scaling": False}
+        return plain | factors, abs(factor - (grown + 1)) > 1e-9
     # latent attention: vLLM has the quotient of both in cosines and sines, and the second one in the scale of attention
     whole = grown * rope.scaling.get("mscale_all_dim", 0.0) + 1
     differs = "attention_factor" in plain or abs(factor - (grown * rope.scaling.get("mscale", 1.0) + 1) / whole) > 1e-9
@@ -167,9 +167,10 @@ def refuse_unsupported(config: EngineConfig, facts: ModelFacts, device: Device, 
             f"model.dtype = float16: activations of {facts.family} overflow in it, and vLLM refuses it.",
             "Set model.dtype=bfloat16.",
         )
-    if facts.vision is not None and (own := config.vllm.passed.get("mm_processor_kwargs")):
+    if facts.vision is not None and (processor_options := config.vllm.passed.get("mm_processor_kwargs")):
         raise ConfigError(
-            f"vllm.mm_processor_kwargs = {own}: the engine would read images in other sizes than the trainer.",
+            f"vllm.mm_processor_kwargs = {processor_options}: the engine would read images in "
+            "other sizes than the trainer.",
             "Change them in preprocessor_config.json in the model's directory, which both read.",
         )
     _refuse_drafts(config.vllm.passed.get("speculative_config"), device)
@@ -211,10 +212,10 @@ def _refuse_on_cpu(config: EngineConfig, facts: ModelFacts) -> None:
         )
     width = facts.mla.kv_lora_rank + facts.mla.qk_rope_head_dim if facts.mla is not None else 0
     if width and width not in (widths := cpu_latent_widths()):
-        known = f"for width {', '.join(map(str, widths))} alone" if widths else "for none"
+        supported = f"for width {', '.join(map(str, widths))} alone" if widths else "for none"
         raise ConfigError(
             f"model.name: {config.model.name} has latent attention of width {width} (kv_lora_rank + qk_rope_head_dim), "
-            f"and on a CPU this vLLM has a kernel {known}.",
+            f"and on a CPU this vLLM has a kernel {supported}.",
             "Take another model, or run it on GPUs.",
         )
     sizes = () if facts.mla is not None else cpu_head_sizes()  # latent attention has kernels of its own

@@ -42,8 +42,8 @@ def check_version() -> None:
         raise MachineError(
             f"vLLM cannot be imported: {error}.", f"Install {INSTALL_CPU}, or {install_extra('cuda')} for GPUs."
         ) from error
-    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
     if version < OLDEST:
         raise MachineError(
             f"vLLM {vllm.__version__} is too old: rlctl needs {OLDEST[0]}.{OLDEST[1]} or newer.",
@@ -123,7 +123,7 @@ def embed_for_each_layer() -> None:
         return
     plain = gemma3n.Gemma3nForCausalLM.forward
 
-    def forward(self: Any, input_ids: Any, positions: Any, *, per_layer_inputs: Any = None, **given: Any) -> Any:
+    def forward(self: Any, input_ids: Any, positions: Any, *, per_layer_inputs: Any = None, **kwargs: Any) -> Any:
         if per_layer_inputs is None and input_ids is not None:
             sizes, decoder = (
                 (self.config.num_hidden_layers, self.config.hidden_size_per_layer_input),
@@ -131,7 +131,7 @@ def embed_for_each_layer() -> None:
             )
             per_layer_inputs = decoder.get_per_layer_input_embeddings(input_ids).view(-1, *sizes)
             decoder.per_layer_projection_norm.variance_epsilon = self.config.rms_norm_eps * self.config.hidden_size
-        return plain(self, input_ids, positions, per_layer_inputs=per_layer_inputs, **given)
+        return plain(self, input_ids, positions, per_layer_inputs=per_layer_inputs, **kwargs)
 
     gemma3n.Gemma3nForCausalLM.forward = forward
     gemma3n.EPS = gemma3n.EPS.new_tensor(1e-5).sqrt()
@@ -148,7 +148,7 @@ def join_lines_at_images_alone() -> None:
     plain: Any = Processor.__bases__[0]
 
     def apply(self: Any, prompt: list[int], mm_prompt_updates: Any) -> Any:
-        tokens, found = plain._apply_token_matches(self, prompt, mm_prompt_updates)
+        tokens, matched = plain._apply_token_matches(self, prompt, mm_prompt_updates)
         config, vocabulary = self.info.get_hf_config(), self.info.get_tokenizer().get_vocab()
         lines = [vocabulary["\n" * count] for count in range(1, 5)]
         around = zip([None, *tokens], tokens, [*tokens[1:], None], strict=False)
@@ -158,7 +158,7 @@ def join_lines_at_images_alone() -> None:
         ]
         for first, second, merged in line_merges(*lines):
             pieces = joined(pieces, first, second, merged)
-        return [piece.token for piece in pieces], found
+        return [piece.token for piece in pieces], matched
 
     Processor._apply_token_matches = apply
 
@@ -185,7 +185,7 @@ def skip_chat_warm_up() -> None:
 def renew_input_norms(runner: Any) -> None:
     """Restore constants of pixel scaling before a tower, which vLLM's dummy loading randomizes (0.32) and no refit
     sends."""
-    norms = [one for one in runner.get_model().modules() if type(one).__name__ == "FusedMMInputNorm"]
+    norms = [module for module in runner.get_model().modules() if type(module).__name__ == "FusedMMInputNorm"]
     if not norms:
         return
     import torch
@@ -212,8 +212,8 @@ def memory_to_itself() -> Iterator[None]:
         yield
     except (AssertionError, RuntimeError) as error:  # the latter from ranks in other processes
         if cause := next((cause for words, cause in DISTURBANCES if words in str(error)), None):
-            why = f"{cause} ({first_line(error).rstrip('.')})."
-            raise MachineError(why, "Stop that process (`nvidia-smi` lists it), or start again.") from error
+            reason = f"{cause} ({first_line(error).rstrip('.')})."
+            raise MachineError(reason, "Stop that process (`nvidia-smi` lists it), or start again.") from error
         raise
 
 
@@ -342,18 +342,18 @@ def abandon_layerwise_reload(model: torch.nn.Module) -> bool:
     reload."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    found = False
+    abandoned = False
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.can_load():
-            found = True
+            abandoned = True
             if info.kernel_tensors is not None:
                 layerwise._place_kernel_tensors(layer, info)
         info.reset()
     layerwise.LOADING_LAYERS.clear()
     if hasattr(model, "_original_do_torchao_reload"):
         model._do_torchao_reload = model._original_do_torchao_reload
-    return found
+    return abandoned
 
 
 def reloads_as_a_whole(model: torch.nn.Module) -> bool:
@@ -404,8 +404,8 @@ class ExpertOrder:
 def expert_order(experts: Any) -> ExpertOrder:
     """How `experts`, vLLM's container of a layer's experts, keeps them."""
     method = experts.quant_method
-    if why := why_quantized(experts):
-        return ExpertOrder(reason=why)
+    if reason := why_quantized(experts):
+        return ExpertOrder(reason=reason)
     backend = getattr(getattr(method, "unquantized_backend", None), "name", "")
     if backend in ("TRITON", "BATCHED_TRITON"):
         return ExpertOrder()
@@ -431,8 +431,8 @@ def local_experts(experts: Any) -> list[int]:
     where = getattr(experts, "_expert_map", None)
     if where is None:
         return list(range(experts.local_num_experts))
-    held = {int(local): number for number, local in enumerate(where.tolist()) if local >= 0}
-    return [held[local] for local in range(len(held))]
+    numbers = {int(local): number for number, local in enumerate(where.tolist()) if local >= 0}
+    return [numbers[local] for local in range(len(numbers))]
 
 
 def expert_names(experts: Any) -> tuple[str, str, str]:
@@ -455,7 +455,7 @@ def routers(model: torch.nn.Module) -> dict[int, Any]:
             f"training.router_replay: this vLLM has no routers that can be listened to ({error}).", "Turn it off."
         ) from error
 
-    found = {}
+    router_modules = {}
     for module in model.modules():
         if not isinstance(module, MoERunner):
             continue
@@ -465,16 +465,16 @@ def routers(model: torch.nn.Module) -> dict[int, Any]:
                 "which experts it chooses.",
                 "Turn it off for this model.",
             )
-        found[module.layer_id] = module.router
-    if not found and get_pp_group().world_size == 1:
+        router_modules[module.layer_id] = module.router
+    if not router_modules and get_pp_group().world_size == 1:
         raise ConfigError("training.router_replay: the engine's model has no routers.", "Turn it off.")
-    return found
+    return router_modules
 
 
 def computed_before(scheduled: Any) -> dict[str, int]:
     """Position of the first token that a step computes for each of its requests."""
     cached = scheduled.scheduled_cached_reqs
-    return {one.req_id: one.num_computed_tokens for one in scheduled.scheduled_new_reqs} | dict(
+    return {request.req_id: request.num_computed_tokens for request in scheduled.scheduled_new_reqs} | dict(
         zip(cached.req_ids, cached.num_computed_tokens, strict=True)
     )
 

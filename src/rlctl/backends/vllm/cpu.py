@@ -69,13 +69,13 @@ def find_own_experts() -> None:
         return
     kernel = CPUUnquantizedExperts.apply
 
-    def apply(self: Any, *args: Any, **given: Any) -> None:
-        places = given.get("expert_map")
+    def apply(self: Any, *args: Any, **kwargs: Any) -> None:
+        places = kwargs.get("expert_map")
         if places is not None:
-            own = places[given["topk_ids"].long()]
-            given["topk_weights"] = given["topk_weights"].masked_fill(own < 0, 0.0)
-            given["topk_ids"] = own.clamp(min=0).to(given["topk_ids"].dtype)
-        kernel(self, *args, **given)
+            local_ids = places[kwargs["topk_ids"].long()]
+            kwargs["topk_weights"] = kwargs["topk_weights"].masked_fill(local_ids < 0, 0.0)
+            kwargs["topk_ids"] = local_ids.clamp(min=0).to(kwargs["topk_ids"].dtype)
+        kernel(self, *args, **kwargs)
 
     CPUUnquantizedExperts.apply = apply
 
@@ -89,14 +89,14 @@ def draw_for_kept_tokens_alone() -> None:
 
     plain = GPUModelRunner.sample_tokens
 
-    def sample_tokens(self: Any, *args: Any, **given: Any) -> Any:
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
         inside_prompt = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
-        held = {place: generators.pop(place) for place in inside_prompt if place in generators}
+        set_aside = {place: generators.pop(place) for place in inside_prompt if place in generators}
         try:
-            return plain(self, *args, **given)
+            return plain(self, *args, **kwargs)
         finally:
-            generators.update(held)
+            generators.update(set_aside)
 
     GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign]
 
@@ -111,18 +111,18 @@ def gather_unequal_parts() -> None:
     if CpuCommunicator.all_gatherv is not DeviceCommunicatorBase.all_gatherv:
         return
 
-    def gathered(self: Any, own: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    def gathered(self: Any, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         most = max(sizes)
-        padded = own.new_zeros(most, *own.shape[1:])
-        padded[: len(own)] = own
+        padded = tensor.new_zeros(most, *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
         parts = self.all_gather(padded, 0).split(most)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
         assert dim == 0
         tensors = [input_] if isinstance(input_, torch.Tensor) else input_
-        found = [gathered(self, one, sizes or [len(one)] * self.world_size) for one in tensors]
-        return found[0] if isinstance(input_, torch.Tensor) else found
+        gathered_tensors = [gathered(self, tensor, sizes or [len(tensor)] * self.world_size) for tensor in tensors]
+        return gathered_tensors[0] if isinstance(input_, torch.Tensor) else gathered_tensors
 
     def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
         assert dim == 0
@@ -143,12 +143,12 @@ def start_from_zeros() -> None:
 
     plain = weight_utils.initialize_single_dummy_weight
 
-    def initialize(param: torch.Tensor, *args: Any, **given: Any) -> None:
+    def initialize(param: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         is_plain = param.device.type == "cpu" and param.is_floating_point() and param.element_size() > 1
         if is_plain and getattr(param, "dummy_weight_value", None) is None:
             param.data.zero_()
         else:
-            plain(param, *args, **given)
+            plain(param, *args, **kwargs)
 
     for module in (dummy_loader, weight_utils):
         if hasattr(module, plain.__name__):
@@ -187,8 +187,8 @@ def cpu_head_sizes() -> tuple[int, ...]:
     """The sizes of heads that the CPU attention of the installed vLLM takes; empty: they are not known."""
     package = installed_package()
     text = "" if package is None else _text(package / "v1/attention/backends/cpu_attn.py")
-    found = re.search(r"def get_supported_head_sizes\(cls\) -> list\[int\]:\s+return \[([\d, ]+)\]", text)
-    return tuple(map(int, found[1].split(","))) if found else ()
+    match = re.search(r"def get_supported_head_sizes\(cls\) -> list\[int\]:\s+return \[([\d, ]+)\]", text)
+    return tuple(map(int, match[1].split(","))) if match else ()
 
 
 def cpu_latent_widths() -> tuple[int, ...]:
@@ -197,8 +197,8 @@ def cpu_latent_widths() -> tuple[int, ...]:
     if package is None:
         return (576,)
     text = _text(package / "v1/attention/backends/mla/cpu_mla.py")
-    found = re.search(r"def get_supported_head_sizes\(cls\) -> list\[int\]:(?:\s+#.*)*\s+return \[([\d, ]+)\]", text)
-    return tuple(map(int, found[1].split(","))) if found else ()
+    match = re.search(r"def get_supported_head_sizes\(cls\) -> list\[int\]:(?:\s+#.*)*\s+return \[([\d, ]+)\]", text)
+    return tuple(map(int, match[1].split(","))) if match else ()
 
 
 def cpu_has_kernel(name: str) -> bool:

@@ -216,8 +216,8 @@ class VllmEngine:
         if self._records:
             self._take_routing()
         else:
-            given = {key: getattr(self._samples[key].output, "routed_experts", None) for key in keys}
-            self._spans |= {key: [(0, rows)] for key, rows in given.items() if rows is not None}
+            routed = {key: getattr(self._samples[key].output, "routed_experts", None) for key in keys}
+            self._spans |= {key: [(0, rows)] for key, rows in routed.items() if rows is not None}
         tokens = {key: sample.all_tokens for key, sample in self._routed.items()}
         return assembled(tokens, self._spans, self._engine.recorded_shape)
 
@@ -380,7 +380,7 @@ class VllmEngine:
     def values(self, tensor: str) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
         with self._lock.ask():
             self._memory.wake(WEIGHTS)
-            return [held for worker in self._rpc("rlctl_weights.values", tensor) for held in worker]
+            return [value for worker in self._rpc("rlctl_weights.values", tensor) for value in worker]
 
     @contextlib.contextmanager
     def _on_hosts(self) -> Iterator[None]:

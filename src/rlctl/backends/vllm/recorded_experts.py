@@ -28,12 +28,12 @@ def assembled(
 ) -> dict[str, np.ndarray]:
     """int16 [T, L, K] per sample, `shape` (L, K); -1 if unknown, as for the last token. Cached prefixes are copied from
     the sample that computed them. vLLM's own record has no samples that end by limit or abort: all theirs is -1."""
-    routed = {name: np.full((len(own), *shape), -1, np.int16) for name, own in tokens.items()}
-    for name, own in spans.items():
-        for start, rows in own:  # later ones replace what was computed before weights changed
+    routed = {name: np.full((len(token_ids), *shape), -1, np.int16) for name, token_ids in tokens.items()}
+    for name, token_spans in spans.items():
+        for start, rows in token_spans:  # later ones replace what was computed before weights changed
             routed[name][start : start + len(rows)] = rows[: len(routed[name]) - start]
     missing = {name: _missing(rows_TLK) for name, rows_TLK in routed.items()}
-    for name in sorted(missing, key=lambda one: missing[one]):
+    for name in sorted(missing, key=lambda tensor: missing[tensor]):
         if count := missing[name]:
             _borrow(name, count, tokens, routed, missing)
     return routed
@@ -57,12 +57,12 @@ def _borrow(
 
 def merged(parts: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, Sequence[Span]]:
     """Merge the choices recorded by pipeline stages."""
-    found: dict[str, Sequence[Span]] = {}
+    merged_spans: dict[str, Sequence[Span]] = {}
     for part in parts:
-        for name, own in part.items():
-            pairs = zip(found.get(name, own), own, strict=True)
-            found[name] = [(start, np.maximum(known, rows)) for (start, known), (_, rows) in pairs]
-    return found
+        for name, part_spans in part.items():
+            pairs = zip(merged_spans.get(name, part_spans), part_spans, strict=True)
+            merged_spans[name] = [(start, np.maximum(earlier, rows)) for (start, earlier), (_, rows) in pairs]
+    return merged_spans
 
 
 def recorded_shape(model_config: Any) -> tuple[int, int]:
@@ -86,8 +86,8 @@ class Recorder:
 
     def take(self) -> dict[str, list[Span]]:
         """Return the choices since the last call."""
-        found, self._found = self._found, {}
-        return found
+        merged_spans, self._found = self._found, {}
+        return merged_spans
 
     def _record(self, layer: int, chosen: torch.Tensor) -> None:
         self._chosen[layer] = chosen.cpu().numpy().astype(np.int16)  # a copy: kernels may use the memory again

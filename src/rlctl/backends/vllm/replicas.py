@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import secrets
@@ -66,10 +67,10 @@ class Meeting(NamedTuple):
             if self.replicas > 1:
                 compat.leave_replicas()
 
-    def arguments(self, given: dict[str, Any], host: int) -> dict[str, Any]:
+    def arguments(self, engine_arguments: dict[str, Any], host: int) -> dict[str, Any]:
         if self.hosts == 1:
-            return given
-        return compat.over_hosts(given, host, self.hosts, self.address, self.port + PORTS - 1, self.replicas)
+            return engine_arguments
+        return compat.over_hosts(engine_arguments, host, self.hosts, self.address, self.port + PORTS - 1, self.replicas)
 
 
 ALONE = Meeting(1, 1, "", 0)
@@ -193,12 +194,12 @@ class LaterHosts:
             pass
         if self._closing:
             return
-        node, why = ended[0].group.specs[0].bundles[0].node, "a rank of the engine there has ended."
+        node, reason = ended[0].group.specs[0].bundles[0].node, "a rank of the engine there has ended."
         try:
             ended[0].results()
         except RlctlError as error:
-            why = error.message
-        self._lost = f"has lost its host {node}: {why}"
+            reason = error.message
+        self._lost = f"has lost its host {node}: {reason}"
         print(f"The engine {self._lost}", flush=True)
         self._known.set()
         self._replica.give_up()
@@ -228,10 +229,10 @@ class VllmReplica:
         """Return once a rank without a local scheduler has ended."""
         self._ended.wait()
 
-    def step(self, asked: Sequence[Asked]) -> list[NewTokens]:
-        for request in asked:
+    def step(self, commands: Sequence[Asked]) -> list[NewTokens]:
+        for request in commands:
             self._replica.add_request(*request)
-        return [one for _ in range(STEPS_A_CALL) for one in self._progress(self._replica.step())]
+        return [new_tokens for _ in range(STEPS_A_CALL) for new_tokens in self._progress(self._replica.step())]
 
     def pause(self) -> list[NewTokens]:
         return self._progress(self._replica.pause())
@@ -252,14 +253,14 @@ class VllmReplica:
         return [self._added(output.request_id, output.outputs[0], output.finished) for output in outputs]
 
     def _added(self, name: str, completion: Any, finished: bool) -> NewTokens:
-        first, said = self._told.pop(name, (0, 0))
+        first, announced = self._told.pop(name, (0, 0))
         tokens = tuple(completion.token_ids[first:])
         logprobs = tuple(completion.logprobs[first + at][token].logprob for at, token in enumerate(tokens))
         if not finished:
             self._told[name] = (first + len(tokens), len(completion.text))
         reason = str(completion.finish_reason) if finished else None
         routed = getattr(completion, "routed_experts", None) if finished else None
-        return NewTokens(name, tokens, logprobs, completion.text[said:], reason, completion.stop_reason, routed)
+        return NewTokens(name, tokens, logprobs, completion.text[announced:], reason, completion.stop_reason, routed)
 
 
 class Logprob(NamedTuple):
@@ -329,10 +330,10 @@ class Replicas:
             self._completions[name] = Completion()
 
     def step(self) -> list[Any]:
-        asked, self._asked = self._asked, [[] for _ in self._asked]
-        theirs = self._others.submit_each(VllmReplica.step, [(one,) for one in asked])
-        own = [output for _ in range(STEPS_A_CALL) for output in self._first.step()]
-        return self._taken(own, theirs.results())
+        commands, self._asked = self._asked, [[] for _ in self._asked]
+        theirs = self._others.submit_each(VllmReplica.step, [(command,) for command in commands])
+        outputs = [output for _ in range(STEPS_A_CALL) for output in self._first.step()]
+        return self._taken(outputs, theirs.results())
 
     def pause(self) -> list[Any]:
         theirs = self._others.submit(VllmReplica.pause)
@@ -340,10 +341,10 @@ class Replicas:
 
     def _taken(self, own: list[Any], theirs: Sequence[Sequence[NewTokens]]) -> list[Any]:
         outputs = list(own)
-        for more in (one for of_replica in theirs for one in of_replica if one.name in self._completions):
-            completion = self._completions[more.name]
-            completion.add(more)
-            outputs.append(Output(more.name, [completion], more.finish_reason is not None))
+        for new_tokens in itertools.chain.from_iterable(theirs):
+            if (completion := self._completions.get(new_tokens.name)) is not None:
+                completion.add(new_tokens)
+                outputs.append(Output(new_tokens.name, [completion], new_tokens.finish_reason is not None))
         for output in outputs:
             if output.finished:
                 self._forget(output.request_id)
@@ -362,7 +363,7 @@ class Replicas:
         for name in names:
             shares[self._home[_group(name)]].append(name)
         self._first.abort_request(shares[0])
-        self._asked = [[one for one in own if one[0] not in names] for own in self._asked]
+        self._asked = [[command for command in commands if command[0] not in names] for commands in self._asked]
         self._others.call_each(VllmReplica.abort, [(share,) for share in shares[1:]])
         for name in names:
             self._forget(name)
@@ -410,12 +411,14 @@ def started(spec: EngineSpec, places: WorkerPlaces | None) -> tuple[Replica | Re
     members = list(product(range(spec.replicas), range(hosts)))[1:]
     others = places.start(VllmReplica, [WorkerSpec({"spec": spec}, share, spec.environment) for share in shares])
     each = [others.within(places.start_timeout_s).part([at]) for at in range(len(members))]
-    starting = [one.submit(VllmReplica.start, *member, meeting) for one, member in zip(each, members, strict=True)]
+    starting = [
+        replica.submit(VllmReplica.start, *member, meeting) for replica, member in zip(each, members, strict=True)
+    ]
     try:
         with _none_fails(starting):
             first = Replica(spec, 0, meeting)
-        for one in starting:
-            one.results()
+        for call in starting:
+            call.results()
     except BaseException:
         others.kill()
         raise
@@ -458,9 +461,9 @@ def _open_port() -> tuple[str, int]:
     ports."""
     address = node_address() or "127.0.0.1"
     for _ in range(PORT_ATTEMPTS):
-        with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
+        with contextlib.ExitStack() as sockets, contextlib.suppress(OSError, OverflowError):
             first = FIRST_PORT + secrets.randbelow(PORT_COUNT)
             for more in range(PORTS):
-                held.enter_context(socket.socket()).bind(("", first + more))  # vLLM listens on all addresses
+                sockets.enter_context(socket.socket()).bind(("", first + more))  # vLLM listens on all addresses
             return address, first
     raise MachineError(f"There are no {PORTS} consecutive free ports at {address}.", "End what holds so many of them.")

@@ -58,31 +58,31 @@ PREDICTING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_laye
 
 
 def exported_weights(
-    found: MegatronDirectory, config_from: ModelSource | None, tell: Callable[[str], None]
+    megatron: MegatronDirectory, config_from: ModelSource | None, tell: Callable[[str], None]
 ) -> Exported:
     """Return a checkpoint's weights with merged adapters and the base model's multi-token-prediction layers. `tell`
     reports missing parts. Raises InputError for a damaged checkpoint or a missing base model."""
-    reader = TorchDistReader.open(found.shards)
+    reader = TorchDistReader.open(megatron.shards)
     if adapter_keys(reader.shapes):
-        return _merged(found, reader, config_from)
-    companions = config_from.directory if config_from else found.huggingface()
+        return _merged(megatron, reader, config_from)
+    companions = config_from.directory if config_from else megatron.huggingface()
     if companions is None:
         hint = "Name the Hugging Face model it was made from with --config-from."
-        raise InputError(f"{found.shards} has no config.json next to it.", hint)
-    own_weights = _of_checkpoint(found, companions)
+        raise InputError(f"{megatron.shards} has no config.json next to it.", hint)
+    own_weights = _of_checkpoint(megatron, companions)
     untrained = facts_in(own_weights.companions)
     if own_weights.score is not None:
         return _undeclared(own_weights, "a reward model predicts no tokens.", tell)
     if own_weights.facts.mtp_layers == untrained.mtp_layers and not untrained.left_out:
         return own_weights
-    why = f"{found.shards} holds none of them."
+    reason = f"{megatron.shards} holds none of them."
     try:
-        base = _of_base(base_of(found, config_from), own_weights.dtype) if is_of_run(found) else own_weights
-        why = f"{base.companions} has none of them either." if is_of_run(found) else why
+        base = _of_base(base_of(megatron, config_from), own_weights.dtype) if is_of_run(megatron) else own_weights
+        reason = f"{base.companions} has none of them either." if is_of_run(megatron) else reason
     except InputError as error:
-        base, why = own_weights, error.message
+        base, reason = own_weights, error.message
     if base.facts.mtp_layers != untrained.mtp_layers or not (untrained.mtp_layers or base.predicting):
-        return _undeclared(own_weights, why, tell)
+        return _undeclared(own_weights, reason, tell)
     # What the run does not train is as it was in the model that it began with.
     there = weights_of(untrained).tensors.keys() | base.predicting.keys()
     lacking = there - weights_of(own_weights.facts).tensors.keys()
@@ -95,17 +95,17 @@ def exported_weights(
     return replace(own_weights, facts=untrained, world=world, source=source, predicting=further)
 
 
-def _undeclared(made: Exported, why: str, tell: Callable[[str], None]) -> Exported:
+def _undeclared(made: Exported, reason: str, tell: Callable[[str], None]) -> Exported:
     """Return a model without multi-token-prediction layers, which its config.json then does not call for either."""
     if called_for := {key: 0 for key in PREDICTING if made.config.get(key)}:
-        tell(f"without the multi-token-prediction layers that config.json called for, which is changed: {why}")
+        tell(f"without the multi-token-prediction layers that config.json called for, which is changed: {reason}")
     return replace(made, config=made.config | called_for)
 
 
-def _of_checkpoint(found: MegatronDirectory, companions: Path) -> Exported:
-    config, head = read_config(companions), value_head(TorchDistReader.open(found.shards))
-    model = open_megatron_model(found, facts_in(companions), valued=head is not None)
-    blocks, (dtype, rounding) = Blocks(model.reader, model.blocks), computed_in(found)
+def _of_checkpoint(megatron: MegatronDirectory, companions: Path) -> Exported:
+    config, head = read_config(companions), value_head(TorchDistReader.open(megatron.shards))
+    model = open_megatron_model(megatron, facts_in(companions), valued=head is not None)
+    blocks, (dtype, rounding) = Blocks(model.reader, model.blocks), computed_in(megatron)
     made = Exported(companions, config, model.facts, model.world, blocks, dtype or model.dtype, rounding)
     return _scoring(made, model.reader)
 
@@ -115,11 +115,11 @@ def _scoring(made: Exported, reader: TorchDistReader) -> Exported:
     if head is None:
         return made
     score = ParamSpec(reader.shapes[head].shape, made.dtype)
-    held = replace(score, dtype=reader.shapes[head].dtype)
+    head_spec = replace(score, dtype=reader.shapes[head].dtype)
     return replace(
         made,
         config=scorer_config(made.companions, made.config),
-        world=SingleWorld(with_score(made.world.layout(0), held)),
+        world=SingleWorld(with_score(made.world.layout(0), head_spec)),
         source=Beside(made.source, _Whole(reader, head), (SCORE,)),
         score=score,
         predicting={},
@@ -130,8 +130,10 @@ def _of_base(base: Base, dtype: str) -> Exported:
     if base.megatron is not None:
         return _of_checkpoint(base.megatron, base.directory)
     model = open_hf_model(base.directory)
-    own, further = model.layout, model.predicting
-    layout = replace(own, params=own.params | further.params, pieces=(*own.pieces, *further.pieces))
+    base_layout, further = model.layout, model.predicting
+    layout = replace(
+        base_layout, params=base_layout.params | further.params, pieces=(*base_layout.pieces, *further.pieces)
+    )
     kept = {
         piece.tensor: spec if spec.dtype in FLOATS - {model.dtype} else replace(spec, dtype="")
         for piece in further.pieces
@@ -141,8 +143,8 @@ def _of_base(base: Base, dtype: str) -> Exported:
     return Exported(base.directory, model.config, model.facts, world, model.source, dtype, predicting=kept)
 
 
-def _merged(found: MegatronDirectory, reader: TorchDistReader, config_from: ModelSource | None) -> Exported:
-    base, (computed, rounding) = base_of(found, config_from), computed_in(found)
+def _merged(megatron: MegatronDirectory, reader: TorchDistReader, config_from: ModelSource | None) -> Exported:
+    base, (computed, rounding) = base_of(megatron, config_from), computed_in(megatron)
     dtype = computed or reader.shapes[adapter_keys(reader.shapes)[0]].dtype
     under = _of_base(base, dtype)
     adapters = read_adapters(reader, under.facts, scale_of(base)).computed_in(dtype, rounding)
@@ -162,7 +164,7 @@ def _headless(made: Exported) -> Exported:
 
 
 def _read_for(pieces: Iterable[Piece]) -> set[str]:
-    return {name for one in pieces for name in (one.param, *(n for t in one.transforms for n in t.reads))}
+    return {name for piece in pieces for name in (piece.param, *(n for t in piece.transforms for n in t.reads))}
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Options:
     shard_bytes: int = 5_000_000_000
     whole: Path | None = None
     """A model that takes images or sound as well, which is written with these weights in place of its text part's."""
-    progress: Progress = lambda what, done, total: None
+    progress: Progress = lambda step, done, total: None
     tell: Tell = lambda line: None
 
 
@@ -88,8 +88,8 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
     options = options or Options()
     model = open_hf_model(source)
     if model.facts.listed:
-        why = f"{source}: {model.facts.family} cannot be converted, because its family has no file in rlctl."
-        raise InputError(why, "`train --backend dtensor` starts from the published files.")
+        reason = f"{source}: {model.facts.family} cannot be converted, because its family has no file in rlctl."
+        raise InputError(reason, "`train --backend dtensor` starts from the published files.")
     dtype = options.dtype or model.dtype
 
     def write(aside: Path) -> Streamed:
@@ -123,9 +123,9 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
         writer.wait()
         return done
 
-    wanted, published = record.wanted(source, dtype), model.published(dtype)
+    conversion, published = record.wanted(source, dtype), model.published(dtype)
     specs = {name: ParamSpec(shape, dtype) for name, shape in weights_of(model.facts).tensors.items()}
-    return _write_under_lock(destination, (source,), specs, options, wanted, write, published)
+    return _write_under_lock(destination, (source,), specs, options, conversion, write, published)
 
 
 def megatron_to_hf(
@@ -134,22 +134,26 @@ def megatron_to_hf(
     """Write the Hugging Face directory of a Megatron checkpoint (see `exported`). Raises like `hf_to_megatron`.
     `config_from`: a model with config.json and tokenizer, if the checkpoint has none, or the run's base."""
     options = options or Options()
-    found = find(source)
-    if found is None:
-        why = "is not a Megatron checkpoint" if source.exists() else "does not exist"
+    megatron = find(source)
+    if megatron is None:
+        problem = "is not a Megatron checkpoint" if source.exists() else "does not exist"
         hint = "Name a run, or a directory with latest_checkpointed_iteration.txt or .metadata."
-        raise InputError(f"{source} {why}.", hint)
+        raise InputError(f"{source} {problem}.", hint)
     if options.verify:
-        require_undamaged(found)
-    model = exported_weights(found, as_source(config_from), options.tell)
+        require_undamaged(megatron)
+    model = exported_weights(megatron, as_source(config_from), options.tell)
     dtype = options.dtype or model.dtype
-    wanted = {"source": [str(found.shards.resolve()), found.iteration], "dtype": dtype, "format": "safetensors"}
+    conversion = {
+        "source": [str(megatron.shards.resolve()), megatron.iteration],
+        "dtype": dtype,
+        "format": "safetensors",
+    }
     part = TextPart.open(options.whole) if options.whole else None
     if part is not None and model.score is not None:
         raise InputError("--into: a reward model ends in a score and is not part of the model.", "Leave --into out.")
     world, reader, files = model.world, model.source, None
     if part is None:
-        published = record.published(found.shards, dtype)
+        published = record.published(megatron.shards, dtype)
         target = hf.layout(model.facts, dtype, copies=True, published=published)
         if model.score is not None:
             target = with_score(target, replace(model.score, dtype=dtype))
@@ -166,12 +170,14 @@ def megatron_to_hf(
         files = {
             t.file.name: [o.name for o in part.files.in_order() if o.file == t.file] for t in part.files.in_order()
         }
-        wanted |= {"whole": source_identity(part.files.directory)}
+        conversion |= {"whole": source_identity(part.files.directory)}
 
     def check(aside: Path, read: dict[str, int]) -> None:
         written = part.at(aside) if part else SafetensorsDirectory.open(aside)
-        held = hf.layout(model.facts, dtype).params
-        _require_as_converted(found, dtype, read, written, {name: held[name] for name in held if name in published})
+        params = hf.layout(model.facts, dtype).params
+        _require_as_converted(
+            megatron, dtype, read, written, {name: params[name] for name in params if name in published}
+        )
 
     def write(aside: Path) -> Streamed:
         writer = SafetensorsWriter(aside, specs, options.shard_bytes, files)
@@ -183,11 +189,11 @@ def megatron_to_hf(
                 require_loadable(aside, specs)
         else:
             _copy_other_files(part.files.directory, aside)
-        take_tokenizer_of_run(found, aside, options.tell)
+        take_tokenizer_of_run(megatron, aside, options.tell)
         return done
 
-    sources = (found.root, found.shards, model.companions, *([options.whole] if options.whole else []))
-    return _write_under_lock(destination, sources, specs, options, wanted, write)
+    sources = (megatron.root, megatron.shards, model.companions, *([options.whole] if options.whole else []))
+    return _write_under_lock(destination, sources, specs, options, conversion, write)
 
 
 def _copy_other_files(directory: Path, aside: Path) -> None:
@@ -201,7 +207,7 @@ def take_text_part(source: Path, destination: Path, options: Options | None = No
     """Write a multimodal model's text part as a separate model in its dtypes. Raises like `hf_to_megatron`, and
     InputError for an untrainable text part."""
     options, part = options or Options(), TextPart.open(source)
-    stored, own = text_layouts(part)
+    stored, text_layout = text_layouts(part)
     config = text_config(source)
     called_for = {key: 0 for key in PREDICTING if config.get(key) and not part.facts.mtp_layers}
 
@@ -210,7 +216,7 @@ def take_text_part(source: Path, destination: Path, options: Options | None = No
             options.tell("without the multi-token-prediction layers, which transformers' text model does not have")
         write_companions(source, aside, config | called_for)
         writer = SafetensorsWriter(aside, part.specs, options.shard_bytes)
-        done = _write_safetensors(aside, SingleWorld(stored), RawTensors(part.files), own, writer, options)
+        done = _write_safetensors(aside, SingleWorld(stored), RawTensors(part.files), text_layout, writer, options)
         return replace(done, fingerprints={})  # in the dtypes of the files, of which nothing else is made
 
     return _write_under_lock(destination, (source,), part.specs, options, record.text_wanted(source), write)
@@ -224,7 +230,7 @@ def _write_safetensors(
     writer: SafetensorsWriter,
     options: Options,
     rounding: Rounding = "nearest",
-    check: Callable[[Path, dict[str, int]], None] = lambda aside, found: None,
+    check: Callable[[Path, dict[str, int]], None] = lambda aside, digests: None,
 ) -> Streamed:
     """Stream a plan into safetensors files by blocks of rows. `options.verify` reads the result back and passes
     fingerprints to `check`."""
@@ -249,17 +255,17 @@ def _write_safetensors(
     return done
 
 
-def require_undamaged(found: MegatronDirectory) -> None:
+def require_undamaged(megatron: MegatronDirectory) -> None:
     """Raise InputError where files of a run's checkpoint have other digests than its `state.json` says."""
-    if found.shards.name == "policy" and (found.shards.parent / "state.json").is_file():
-        digests = read_object(found.shards.parent, "state.json").get("files", {})
-        if damaged := damaged_files(found.shards, digests):
+    if megatron.shards.name == "policy" and (megatron.shards.parent / "state.json").is_file():
+        digests = read_object(megatron.shards.parent, "state.json").get("files", {})
+        if damaged := damaged_files(megatron.shards, digests):
             hint = "Convert another: name RUN/checkpoints/step_N."
-            raise InputError(f"{found.shards.parent} is damaged: {damaged[0]}.", hint)
+            raise InputError(f"{megatron.shards.parent} is damaged: {damaged[0]}.", hint)
 
 
 def _require_as_converted(
-    found: MegatronDirectory,
+    megatron: MegatronDirectory,
     dtype: str,
     read: dict[str, int],
     written: SafetensorsDirectory | TextPart,
@@ -267,14 +273,14 @@ def _require_as_converted(
 ) -> None:
     """Raise InputError for tensors that differ from the conversion that wrote the checkpoint. `published` tensors have
     other dtypes and are read from the `written` files."""
-    stored = record.fingerprints(found.shards, dtype)
-    own = {
+    stored = record.fingerprints(megatron.shards, dtype)
+    layouts = {
         name: fingerprint(written.read(name).to(dtype_of(spec.dtype)), spec.shape)
         for name, spec in (published if stored else {}).items()
     }
-    if changed := sorted(name for name, value in stored.items() if (read | own).get(name, value) != value):
-        why = f"{len(changed)} tensors are not those that were converted ({listed(changed)})."
-        raise InputError(f"{found.root} is damaged: {why}", "Remove it, and convert the model again.")
+    if changed := sorted(name for name, value in stored.items() if (read | layouts).get(name, value) != value):
+        reason = f"{len(changed)} tensors are not those that were converted ({listed(changed)})."
+        raise InputError(f"{megatron.root} is damaged: {reason}", "Remove it, and convert the model again.")
 
 
 class _Rows:
@@ -297,7 +303,7 @@ def _write_under_lock(
     sources: tuple[Path, ...],
     specs: Mapping[str, ParamSpec],
     options: Options,
-    wanted: dict[str, Any],
+    conversion: dict[str, Any],
     write: Callable[[Path], Streamed],
     published: Mapping[str, str] | None = None,
 ) -> Report:
@@ -308,17 +314,17 @@ def _write_under_lock(
     dtype = Counter(spec.dtype for spec in specs.values()).most_common(1)[0][0]
     with locked(destination, options.tell) as waited:
         begun = time.perf_counter()
-        if (waited or options.reuse) and (made := record.complete(destination, wanted)):
+        if (waited or options.reuse) and (made := record.complete(destination, conversion)):
             options.tell(f"reusing {destination}" + (", which another process has just finished" if waited else ""))
             return Report(**{**made["report"], "nans": tuple(made["report"]["nans"]), "reused": True})
         if options.reuse and not options.force and destination.exists() and any_content(destination):
-            why = f"{destination} exists, but is not the complete conversion of {sources[0]} to {dtype}."
-            raise InputError(why, "Give --force to replace it, or another destination.")
+            reason = f"{destination} exists, but is not the complete conversion of {sources[0]} to {dtype}."
+            raise InputError(reason, "Give --force to replace it, or another destination.")
         with staged(destination, sum(spec.bytes for spec in specs.values()), options.force) as aside:
             done = write(aside)
             seconds, nans = time.perf_counter() - begun, tuple(done.nans)
             report = Report(len(specs), done.bytes, seconds, options.verify, str(destination), dtype, nans=nans)
-            record.write(aside, wanted, report.__dict__, done.fingerprints, published or {})
+            record.write(aside, conversion, report.__dict__, done.fingerprints, published or {})
             return report
 
 

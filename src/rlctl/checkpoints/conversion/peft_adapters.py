@@ -42,18 +42,18 @@ def megatron_to_peft(
     from safetensors.torch import load_file, save_file
 
     options = options or Options()
-    found = find(source)
-    if found is None:
+    megatron = find(source)
+    if megatron is None:
         raise InputError(f"{source} is not a Megatron checkpoint.", "Name a run, or a checkpoint inside of it.")
-    reader = TorchDistReader.open(found.shards)
-    if not (own := adapter_keys(reader.shapes)):
+    reader = TorchDistReader.open(megatron.shards)
+    if not (stored := adapter_keys(reader.shapes)):
         raise InputError(
-            f"--adapter-only: {found.shards} holds no adapters; the run trained all weights.", "Leave it out."
+            f"--adapter-only: {megatron.shards} holds no adapters; the run trained all weights.", "Leave it out."
         )
     if options.verify:
-        require_undamaged(found)
-    begun, dtype = time.perf_counter(), options.dtype or reader.shapes[own[0]].dtype
-    base = base_of(found, as_source(config_from))
+        require_undamaged(megatron)
+    begun, dtype = time.perf_counter(), options.dtype or reader.shapes[stored[0]].dtype
+    base = base_of(megatron, as_source(config_from))
     facts = facts_in(base.directory)
     adapters = read_adapters(reader, without_absent_mtp(facts, reader.shapes), scale_of(base))
     params = param_names(facts)
@@ -65,12 +65,12 @@ def megatron_to_peft(
     tensors = named_for_peft(pairs, dtype)
     size = sum(tensor.nbytes for tensor in tensors.values())
     modules, parameters = targets(pairs, others, experts=facts.moe is not None)
-    require_replaceable(destination, (found.root, found.shards, base.directory))
+    require_replaceable(destination, (megatron.root, megatron.shards, base.directory))
     destination = destination.resolve()
     with locked(destination, options.tell), staged(destination, size, options.force) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
         (aside / CONFIG).write_text(json.dumps(adapter_config(base, modules, parameters), indent=2) + "\n")
-        take_tokenizer_of_run(found, aside, options.tell)
+        take_tokenizer_of_run(megatron, aside, options.tell)
         if options.verify:
             written = load_file(aside / WEIGHTS)
             if odd := [name for name, tensor in tensors.items() if not written[name].equal(tensor)]:
@@ -89,9 +89,9 @@ def base_name(base: Base) -> str:
     multimodal model that is gone."""
     name = base.config.get("model.name", {}).get("value")
     local = user_path(name) if name else None
-    own = base.origin is not None and whole_model(base) is None
+    is_base = base.origin is not None and whole_model(base) is None
     unread = local is not None and local.is_dir() and not (local / "config.json").is_file()
-    return str(base.directory) if own or unread or not name else name
+    return str(base.directory) if is_base or unread or not name else name
 
 
 def in_whole(pairs: Mapping[str, _T], text: Path, whole: Path) -> tuple[dict[str, _T], list[str]]:
@@ -99,16 +99,16 @@ def in_whole(pairs: Mapping[str, _T], text: Path, whole: Path) -> tuple[dict[str
     tensors. Raises InputError for a layer that the whole model does not have."""
     from torch import nn
 
-    own, (path, inner) = body_path(meta_model(text, None)), text_path(whole)
-    named = {f"{path}.{module.removeprefix(f'{own}.')}": pair for module, pair in pairs.items()}
+    path_in_body, (path, inner) = body_path(meta_model(text, None)), text_path(whole)
+    modules = {f"{path}.{module.removeprefix(f'{path_in_body}.')}": pair for module, pair in pairs.items()}
     linear = {name for name, module in inner.named_modules() if isinstance(module, nn.Linear)}
-    if lost := sorted(named.keys() - linear):
+    if lost := sorted(modules.keys() - linear):
         raise InputError(
             f"--adapter-only: transformers' {type(inner).__name__} has no linear layer {lost[0]}, so PEFT cannot put "
             f"the adapters onto {whole}.",
             "Leave --adapter-only out: the adapters are then merged, and --into writes the whole model.",
         )
-    return named, [name for name, _ in inner.named_parameters()]
+    return modules, [name for name, _ in inner.named_parameters()]
 
 
 def named_for_peft(pairs: Mapping[str, tuple[Any, Any]], dtype: str) -> dict[str, Any]:

@@ -57,12 +57,12 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
     errors, and InputError for damaged or foreign files at the place."""
     if source.megatron is not None:
         return source
-    place, named = conversion_directory(source.directory, dtype), locations.named_directory() is not None
-    why = None if named else _unseen(place, source.directory, nodes)
-    if why is None and _is_there(place, record.wanted(source.directory, dtype), WITHOUT):
+    place, has_directory = conversion_directory(source.directory, dtype), locations.named_directory() is not None
+    reason = None if has_directory else _unseen(place, source.directory, nodes)
+    if reason is None and _is_there(place, record.wanted(source.directory, dtype), WITHOUT):
         log.info("starting from %s, converted by an earlier run", place)
-    elif not named and (why := why or locations.write_problem(locations.nearest_existing(place.parent))):
-        tell(f"starting from the published files, which are not converted: {why} ({NAMED[0]} names another place)")
+    elif not has_directory and (reason := reason or locations.write_problem(locations.nearest_existing(place.parent))):
+        tell(f"starting from the published files, which are not converted: {reason} ({NAMED[0]} names another place)")
         return source
     else:
         if (other := locations.foreign_conversion(source.label)) is not None:
@@ -77,7 +77,7 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
             otherwise = ", or start from the published files with --set model.convert=false"
             _convert(source.directory, place, dtype, f"{source.label} could not be converted", otherwise)
         except MachineError as error:  # there is no room
-            if named:
+            if has_directory:
                 raise
             tell(f"starting from the published files: {error.message} ({NAMED[0]} names another place)")
             return source
@@ -86,20 +86,20 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
     return ModelSource(converted.directory, source.label, source.note, converted.megatron)
 
 
-def _is_there(place: Path, wanted: Mapping[str, str], otherwise: str = "") -> bool:
+def _is_there(place: Path, conversion: Mapping[str, str], otherwise: str = "") -> bool:
     """Whether `wanted` is at `place`, by its record. Raises InputError for damaged (by file sizes) or foreign files,
     with the advice `otherwise`."""
     made = record.read(place)
-    if made is None or made.get("wanted") != wanted:
+    if made is None or made.get("wanted") != conversion:
         if not os.path.exists(place) or not any_content(place):
             return False
-        what = "is not a complete conversion"
+        description = "is not a complete conversion"
     elif problem := record.damage(place, made):
-        what = f"was converted by an earlier run and has been damaged since: {problem}"
+        description = f"was converted by an earlier run and has been damaged since: {problem}"
     else:
         return True
     hint = f"Remove it, and the next run converts the model again: rm -r {shlex.quote(str(place))}. {otherwise}"
-    raise InputError(f"{place} {what}.", hint.strip())
+    raise InputError(f"{place} {description}.", hint.strip())
 
 
 TAKES_MORE = "takes images or sound as well as text"
@@ -118,21 +118,23 @@ def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bo
     and copy errors."""
     if source.megatron is not None or not has_text_part(source.directory):
         return source
-    what = f"{source.label} {TAKES_MORE}"
+    description = f"{source.label} {TAKES_MORE}"
     place = conversion_directory(source.directory, TEXT)
     if not _is_there(place, record.text_wanted(source.directory)):
         directory = text_directory(source.directory)
         try:
             facts = facts_in(directory)
         except InputError as error:
-            raise InputError(f"{what}, and its text part cannot be trained: {error.message}", NEXT) from error
+            raise InputError(f"{description}, and its text part cannot be trained: {error.message}", NEXT) from error
         if not copies:
             note = planned_text_part(source.label, facts, read_config(directory)["dtype"] or "bfloat16")
             return ModelSource(directory, source.label, note, origin=source.directory)
         tell(f"taking the text part out of {source.label} once, for every run to start from: {place}")
         _convert(source.directory, place, TEXT, f"The text part of {source.label} could not be taken out")
     where = f"which lies in {place} ({SafetensorsDirectory.open(place).bytes / 1e9:.3g} GB)"
-    return ModelSource(place, source.label, f"{what}: its text part is trained, {where}", origin=source.directory)
+    return ModelSource(
+        place, source.label, f"{description}: its text part is trained, {where}", origin=source.directory
+    )
 
 
 def merged(source: ModelSource, tell: Callable[[str], None], *, copies: bool) -> ModelSource:
@@ -146,14 +148,16 @@ def merged(source: ModelSource, tell: Callable[[str], None], *, copies: bool) ->
         return source
     run = user_path(source.label).resolve()
     place = locations.converted_directory() / f"{run.name}-{source.fingerprint()[:DIGITS]}-{MERGED}"
-    what = f"{source.label} trained adapters, which are merged into the weights that it began with"
+    description = f"{source.label} trained adapters, which are merged into the weights that it began with"
     made = record.read(place)
     if made is None or record.damage(place, made):
         if not copies:
-            return ModelSource(source.directory, source.label, f"{what} once, into {place}", origin=source.megatron)
+            return ModelSource(
+                source.directory, source.label, f"{description} once, into {place}", origin=source.megatron
+            )
         tell(f"merging the adapters of {source.label} once, for every run to start from: {place}")
         _convert(run, place, MERGED, f"The adapters of {source.label} could not be merged")
-    return ModelSource(place, source.label, f"{what}, in {place}", origin=source.megatron)
+    return ModelSource(place, source.label, f"{description}, in {place}", origin=source.megatron)
 
 
 def repositioned(source: ModelSource, most: int | None, scaling: dict[str, Any]) -> ModelSource:
@@ -161,8 +165,8 @@ def repositioned(source: ModelSource, most: int | None, scaling: dict[str, Any])
     if most is None and not scaling:
         return source
     if source.megatron is not None:
-        why = f"{source.label} is a Megatron checkpoint, which keeps the positions that it was made with"
-        raise InputError(f"model.rope_scaling and model.max_position_embeddings: {why}.", "Leave both out.")
+        reason = f"{source.label} is a Megatron checkpoint, which keeps the positions that it was made with"
+        raise InputError(f"model.rope_scaling and model.max_position_embeddings: {reason}.", "Leave both out.")
     return _with_config(source, "positions", replaced_positions(read_config(source.directory), most, scaling))
 
 
@@ -173,19 +177,19 @@ def body_of(directory: Path, *, weights: bool = True) -> ModelSource:
     model_type = str(config.get("model_type"))
     if not (written := built_as(model_type)):
         raise InputError(f"{directory}: transformers has no model of type {model_type} that writes, which is loaded.")
-    held = SafetensorsDirectory.open(directory).tensors if weights else {SCORE}
-    if SCORE not in held:
+    tensors = SafetensorsDirectory.open(directory).tensors if weights else {SCORE}
+    if SCORE not in tensors:
         raise InputError(f"{directory}: the head of the model is not {SCORE}, which a backend could load.")
-    tied = "lm_head.weight" not in held or config.get("tie_word_embeddings", False)
+    tied = "lm_head.weight" not in tensors or config.get("tie_word_embeddings", False)
     changed = {**config, "architectures": [written], "tie_word_embeddings": tied}
     return _with_config(ModelSource(directory, str(directory)), "scores", changed)
 
 
-def _with_config(source: ModelSource, what: str, changed: Mapping[str, Any]) -> ModelSource:
+def _with_config(source: ModelSource, description: str, changed: Mapping[str, Any]) -> ModelSource:
     """Return a model with another config.json, stored with conversions as `what`, with links to other files."""
     config = json.dumps(changed, indent=2, sort_keys=True)
     digest = hashlib.sha256(config.encode()).hexdigest()[:DIGITS]
-    place = conversion_directory(source.directory, f"{what}-{digest}")
+    place = conversion_directory(source.directory, f"{description}-{digest}")
     place.mkdir(parents=True, exist_ok=True)
     for path in source.directory.iterdir():
         if path.name != "config.json" and not (place / path.name).is_symlink():

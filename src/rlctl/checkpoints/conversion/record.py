@@ -25,17 +25,17 @@ def text_wanted(source: Path) -> dict[str, str]:
 
 def write(
     directory: Path,
-    wanted: dict[str, Any],
+    conversion: dict[str, Any],
     report: dict[str, Any],
     fingerprints: Mapping[str, int],
     published: Mapping[str, str],
 ) -> None:
     """Record a finished `directory`. `wanted` identifies the conversion; `fingerprints` are per tensor; `published` has
     dtypes that differ in the source."""
-    found = sorted(path for path in directory.rglob("*") if path.is_file())
-    files = {str(path.relative_to(directory)): path.stat().st_size for path in found}
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    files = {str(path.relative_to(directory)): path.stat().st_size for path in paths}
     files.pop(LATEST, None)  # names another iteration once one is saved next to it
-    values = {"wanted": wanted, "report": report, "files": files, "published": dict(published)}
+    values = {"wanted": conversion, "report": report, "files": files, "published": dict(published)}
     values["fingerprints"] = {name: f"{value:016x}" for name, value in fingerprints.items()}
     (directory / RECORD).write_text(json.dumps(values, indent=2) + "\n")
 
@@ -43,16 +43,16 @@ def write(
 def read(directory: Path) -> dict[str, Any] | None:
     """Return the record, or None if missing or incomplete."""
     try:
-        found = json.loads((directory / RECORD).read_text())
+        entry = json.loads((directory / RECORD).read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and "report" in found else None
+    return entry if isinstance(entry, dict) and "report" in entry else None
 
 
-def complete(directory: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
+def complete(directory: Path, conversion: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the record of a complete conversion with these values; None: missing, incomplete, or trained since."""
     made, latest = read(directory), directory / LATEST
-    if made is None or made.get("wanted") != json.loads(json.dumps(wanted)) or damage(directory, made):
+    if made is None or made.get("wanted") != json.loads(json.dumps(conversion)) or damage(directory, made):
         return None
     return made if not latest.is_file() or latest.read_text(errors="replace").strip() == RELEASE else None
 
@@ -63,11 +63,11 @@ def damage(directory: Path, made: Mapping[str, Any], below: str = "") -> str | N
         if not name.startswith(below):
             continue
         try:
-            found = (directory / name).stat().st_size
+            present = (directory / name).stat().st_size
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        if found != size:
-            return f"{name} has {found} bytes instead of {size}"
+        if present != size:
+            return f"{name} has {present} bytes instead of {size}"
     return None
 
 
@@ -83,5 +83,5 @@ def published(shards: Path, dtype: str) -> dict[str, str]:
 
 
 def _part(shards: Path, dtype: str, key: str) -> dict[str, str]:
-    found = read(shards.parent) if shards.name == RELEASE else None
-    return found[key] if found is not None and found["report"].get("dtype") == dtype else {}
+    entry = read(shards.parent) if shards.name == RELEASE else None
+    return entry[key] if entry is not None and entry["report"].get("dtype") == dtype else {}

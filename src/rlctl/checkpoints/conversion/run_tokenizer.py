@@ -13,21 +13,21 @@ REPLACED = ("model.tokenizer", "model.chat_template")
 TIME = "model.chat_template_time"
 
 
-def take_tokenizer_of_run(found: MegatronDirectory, directory: Path, tell: Tell) -> None:
+def take_tokenizer_of_run(megatron: MegatronDirectory, directory: Path, tell: Tell) -> None:
     """Replace tokenizer and chat template of an export with those that the checkpoint's run trained with, where they
     are not the base model's. `tell` says so, and reports what the run has not kept."""
-    if not is_of_run(found):
+    if not is_of_run(megatron):
         return
     try:
-        config = manifest_of(found)["config"]
+        config = manifest_of(megatron)["config"]
     except (InputError, KeyError):
         return
-    given = [key for key in REPLACED if config.get(key, {}).get("value")]
-    kept = found.shards.absolute().parents[2] / RUN_TOKENIZER
+    keys = [key for key in REPLACED if config.get(key, {}).get("value")]
+    kept = megatron.shards.absolute().parents[2] / RUN_TOKENIZER
     if kept.is_dir():
         replace_tokenizer(directory, kept)
         tell("tokenizer and chat template are those that the run trained with")
-    elif given:
-        tell(f"without the run's {' and '.join(given)}, which it has not kept: the base model's are in their place")
+    elif keys:
+        tell(f"without the run's {' and '.join(keys)}, which it has not kept: the base model's are in their place")
     if time := config.get(TIME, {}).get("value"):
         tell(f"the run's prompts say {time} ({TIME}); the exported chat template writes the time at which it is used")

@@ -208,8 +208,8 @@ def _refuse_overflow(tensor: str, values: torch.Tensor, target: torch.Tensor) ->
         return
     if bool((target.isinf() & ~values.isinf()).any()):
         largest = float(values[values.isfinite()].abs().amax())
-        why = f"tensor {tensor} holds {largest:.3g}, which float16 cannot represent."
-        raise InputError(why, "Choose --dtype bfloat16 or float32.")
+        reason = f"tensor {tensor} holds {largest:.3g}, which float16 cannot represent."
+        raise InputError(reason, "Choose --dtype bfloat16 or float32.")
 
 
 def thread_count() -> int:
@@ -250,16 +250,16 @@ def plan_between(source: World, destination: World) -> TransferPlan:
 
 
 @contextmanager
-def progress_bar(wanted: bool = True) -> Iterator[Progress]:
+def progress_bar(visible: bool = True) -> Iterator[Progress]:
     """Yield a function that shows progress on a terminal; in a log, or where it is not wanted, it does nothing."""
-    if not (wanted and sys.stderr.isatty()):
-        yield lambda what, done, total: None
+    if not (visible and sys.stderr.isatty()):
+        yield lambda step, done, total: None
         return
     from rich import progress
     from rich.console import Console
 
     columns = (progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeRemainingColumn())
-    named = (progress.TextColumn("{task.description}"), progress.BarColumn())
-    with progress.Progress(*named, *columns, console=Console(stderr=True)) as bar:
-        task_of = cache(lambda what: bar.add_task(what))
-        yield lambda what, done, total: bar.update(task_of(what), completed=done, total=total)
+    bar_columns = (progress.TextColumn("{task.description}"), progress.BarColumn())
+    with progress.Progress(*bar_columns, *columns, console=Console(stderr=True)) as bar:
+        task_of = cache(lambda step: bar.add_task(step))
+        yield lambda step, done, total: bar.update(task_of(step), completed=done, total=total)

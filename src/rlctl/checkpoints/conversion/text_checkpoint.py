@@ -34,29 +34,31 @@ def text_layouts(part: TextPart) -> tuple[Layout, Layout]:
     """Return the stored text part, and as a separate model, bit for bit."""
     stored = {name: copied(spec) for name, spec in part.stored.items()}
     pieces = [Piece(name, p.tensor_box, p.param, p.param_box, p.axes) for name, p in part.pieces.items()]
-    own = {name: copied(spec) for name, spec in part.specs.items()}
-    as_they_are = tuple(whole_piece(name, name, spec.shape) for name, spec in own.items())
-    return Layout(0, stored, tuple(pieces)), Layout(0, own, as_they_are)
+    text_layout = {name: copied(spec) for name, spec in part.specs.items()}
+    as_they_are = tuple(whole_piece(name, name, spec.shape) for name, spec in text_layout.items())
+    return Layout(0, stored, tuple(pieces)), Layout(0, text_layout, as_they_are)
 
 
-def whole_layouts(part: TextPart, facts: ModelFacts, own: Layout) -> tuple[Layout, Layout]:
+def whole_layouts(part: TextPart, facts: ModelFacts, text_layout: Layout) -> tuple[Layout, Layout]:
     """Return layouts of text weights `own` and the whole model's other tensors, and the files. Raises InputError if the
     whole is quantized or its text part differs."""
     directory, ours, theirs = part.files.directory, weights_of(facts).tensors, weights_of(part.facts).tensors
     if packed := [name for name, spec in part.specs.items() if spec.dtype not in FLOATS]:
-        why = f"--into {directory}: its text part is quantized (tensor {packed[0]} is {part.specs[packed[0]].dtype})."
-        raise InputError(why, "Name the same model in plain weights, or export only the text model.")
+        reason = (
+            f"--into {directory}: its text part is quantized (tensor {packed[0]} is {part.specs[packed[0]].dtype})."
+        )
+        raise InputError(reason, "Name the same model in plain weights, or export only the text model.")
     if different := sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)):
-        why = f"--into {directory}: its text part is another model than this one, by {listed(different)}."
-        raise InputError(why, "Name the model that the run began with.")
-    held = {t.name: ParamSpec(t.shape, t.dtype) for t in part.files.in_order()}
-    others = {name: copied(spec) for name, spec in held.items() if name not in part.stored}
-    params = {name: others.get(name) or part.stored[name] for name in held}
+        reason = f"--into {directory}: its text part is another model than this one, by {listed(different)}."
+        raise InputError(reason, "Name the model that the run began with.")
+    specs = {t.name: ParamSpec(t.shape, t.dtype) for t in part.files.in_order()}
+    others = {name: copied(spec) for name, spec in specs.items() if name not in part.stored}
+    params = {name: others.get(name) or part.stored[name] for name in specs}
     at = [whole_piece(OTHER + name, name, spec.shape) for name, spec in others.items()]
     source = [whole_piece(OTHER + name, OTHER + name, spec.shape) for name, spec in others.items()]
-    own_params = own.params | {OTHER + name: spec for name, spec in others.items()}
+    own_params = text_layout.params | {OTHER + name: spec for name, spec in others.items()}
     return (
-        Layout(0, own_params, (*own.pieces, *source), own.fills),
+        Layout(0, own_params, (*text_layout.pieces, *source), text_layout.fills),
         Layout(0, params, (*part.pieces.values(), *at)),
     )
 

@@ -101,9 +101,9 @@ def refuse_quantized(directory: Path, tensors: Iterable[str] = ()) -> None:
     packed = next((name for name in tensors if name.endswith(PACKED)), None)
     if method in (None, *READ_QUANTIZED) and packed is None:
         return
-    found = f"quant_method {method}" if method not in (None, *READ_QUANTIZED) else f"tensor {packed}"
-    why = f"{directory}: the model is quantized in a way that rlctl does not read ({found})."
-    raise InputError(why, "Use a model that is not quantized.")
+    form = f"quant_method {method}" if method not in (None, *READ_QUANTIZED) else f"tensor {packed}"
+    reason = f"{directory}: the model is quantized in a way that rlctl does not read ({form})."
+    raise InputError(reason, "Use a model that is not quantized.")
 
 
 def copy_matching(source: Path, destination: Path, patterns: Iterable[str]) -> None:

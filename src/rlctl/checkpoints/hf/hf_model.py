@@ -55,16 +55,16 @@ class HuggingFaceModel:
     @property
     def dtype(self) -> str:
         """The floating dtype of most elements; bfloat16 for block-scaled float8."""
-        named = next((d for d in self.files.dtypes if d in FLOATS), "bfloat16")
-        return "bfloat16" if next(iter(self.files.dtypes), "") not in FLOATS else named
+        stored = next((d for d in self.files.dtypes if d in FLOATS), "bfloat16")
+        return "bfloat16" if next(iter(self.files.dtypes), "") not in FLOATS else stored
 
     def published(self, dtype: str) -> dict[str, str]:
         """Return file dtypes that differ from a checkpoint in `dtype`; empty if `dtype` recasts the model."""
         if dtype != self.dtype:
             return {}
         kept = hf.layout(self.facts, dtype).params
-        held = {name: self.files.tensors[name].dtype for name in kept if name in self.files.tensors}
-        return {name: own for name, own in held.items() if own in FLOATS and own != kept[name].dtype}
+        dtypes = {name: self.files.tensors[name].dtype for name in kept if name in self.files.tensors}
+        return {name: dtype for name, dtype in dtypes.items() if dtype in FLOATS and dtype != kept[name].dtype}
 
 
 def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFaceModel:
@@ -75,13 +75,13 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
     files = SafetensorsDirectory.open(directory)
     refuse_quantized(directory, files.tensors)
     facts = without_absent_mtp(facts, files.tensors)
-    wanted = weights_of(facts).tensors
+    expected = weights_of(facts).tensors
     block = (config.get("quantization_config") or {}).get("weight_block_size")
     params: dict[str, ParamSpec] = {}
     pieces: list[Piece] = []
     packed: set[str] = set()
     stacks: set[str] = set()
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         if piece := _unsaved_form(name, shape, files.tensors):
             stored = files.tensors[piece.param]
             pieces.append(piece)
@@ -89,8 +89,8 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
             params[stored.name] = ParamSpec(_flat(directory, stored, facts, len(shape)), stored.dtype)
             continue
         if len(shape) == 3 and name not in files.tensors and name + BLOCKS in files.tensors:
-            own, parts, used = packed_params(name, shape, files)
-            params |= own
+            unpacked, parts, used = packed_params(name, shape, files)
+            params |= unpacked
             pieces += parts
             packed.update(used)
             continue
@@ -116,8 +116,8 @@ def _whole(
     if scale is None:
         raise InputError(f"{stored.file.name}: tensor {stored.name} is float8, but {stored.name}{SCALE} is missing.")
     if scale.shape != (expected := tuple(-(-n // b) for n, b in zip(stored.shape, size, strict=True))):
-        found = f"{scale.name} has shape {list(scale.shape)}, expected {list(expected)}."
-        raise InputError(f"{stored.file.name}: {found}")
+        mismatch = f"{scale.name} has shape {list(scale.shape)}, expected {list(expected)}."
+        raise InputError(f"{stored.file.name}: {mismatch}")
     params[scale.name] = ParamSpec(scale.shape, scale.dtype)
     return whole_piece(name, stored.name, stored.shape, (ReadThrough(Dequantize(scale.name, size)),))
 
@@ -140,14 +140,14 @@ def _flat(directory: Path, stored: StoredTensor, facts: ModelFacts, axes: int) -
     return (stored.shape[0] * stored.shape[1], *stored.shape[2:])
 
 
-def in_stack(name: str, held: str, shape: Shape, stored: Mapping[str, StoredTensor]) -> Piece | None:
+def in_stack(name: str, stacked: str, shape: Shape, stored: Mapping[str, StoredTensor]) -> Piece | None:
     """Locate one expert's tensor in a stack [E, O, I] or [E, I, O] (gate and up concatenated); None: no stack. Square
     ones follow the layer's other stack."""
-    found = EXPERT.search(held)
-    if found is None:
+    match = EXPERT.search(stacked)
+    if match is None:
         return None
-    expert, part = int(found[1]), PARTS.get(found[2], found[2])
-    both = [f"{held[: found.start()]}.experts.{end}_proj" for end in ("gate_up", "down")]
+    expert, part = int(match[1]), PARTS.get(match[2], match[2])
+    both = [f"{stacked[: match.start()]}.experts.{end}_proj" for end in ("gate_up", "down")]
     stack, other = both[::-1] if part == "down" else both
     outputs, inputs = shape if part == "down" else (2 * shape[0], shape[1])
     first = shape[0] if part == "up" else 0
@@ -163,18 +163,18 @@ def in_stack(name: str, held: str, shape: Shape, stored: Mapping[str, StoredTens
 def without_absent_mtp(facts: ModelFacts, names: Collection[str]) -> ModelFacts:
     """Return the facts without multi-token-prediction layers if the checkpoint lacks them (transformers drops them)."""
     first = f"model.layers.{facts.layers}."
-    held = any(name.startswith((first, "mtp.")) for name in names)
-    return facts if held or not facts.mtp_layers else replace(facts, mtp_layers=0)
+    has_mtp = any(name.startswith((first, "mtp.")) for name in names)
+    return facts if has_mtp or not facts.mtp_layers else replace(facts, mtp_layers=0)
 
 
 def _unsaved_form(name: str, shape: Shape, stored: Mapping[str, StoredTensor]) -> Piece | None:
     """Locate a tensor in files saved from transformers' modules instead of `save_pretrained`; None: published name."""
-    held = name.replace(".block_sparse_moe.", ".mlp.")  # Mixtral's
+    renamed = name.replace(".block_sparse_moe.", ".mlp.")  # Mixtral's
     if name in stored:
         return None
-    if held in stored and stored[held].shape == shape:
-        return whole_piece(name, held, shape)
-    piece = in_stack(name, held, shape, stored)
+    if renamed in stored and stored[renamed].shape == shape:
+        return whole_piece(name, renamed, shape)
+    piece = in_stack(name, renamed, shape, stored)
     return piece if piece and stored[piece.param].dtype in FLOATS else None
 
 
@@ -197,8 +197,8 @@ def _checked(
         hint = "The configuration calls for it; is a shard absent?"
         raise InputError(f"{directory}: tensor {name} is missing.", hint)
     if stored.shape != shape:
-        found = list(stored.shape)
-        raise InputError(f"{directory}: tensor {name} has shape {found}, but config.json implies {list(shape)}.")
+        found_shape = list(stored.shape)
+        raise InputError(f"{directory}: tensor {name} has shape {found_shape}, but config.json implies {list(shape)}.")
     if stored.dtype not in FLOATS and stored.dtype not in ("float8_e4m3fn", own_dtype):
         raise InputError(
             f"{directory}: tensor {name} has dtype {stored.dtype}, which is not a weight format rlctl reads."
@@ -209,19 +209,19 @@ def _checked(
 def _refuse_others(directory: Path, facts: ModelFacts, files: SafetensorsDirectory, extra: list[str]) -> None:
     """Refuse tensors that would be dropped, except known duplicates, tables and reward scores. A tied head must equal
     the embeddings."""
-    known = (".rotary_emb.inv_freq", SCALE, SCORE)
+    computed_names = (".rotary_emb.inv_freq", SCALE, SCORE)
     heads = {"lm_head.weight", "language_model.lm_head.weight"}
     repeated = {*weights_of(facts).copies, *(heads if facts.tied_embeddings else ())}
     kept = [name for name in extra if not any(re.search(pattern, name) for pattern in facts.left_out)]
-    if lost := [name for name in kept if not name.endswith(known) and name not in repeated]:
-        why = f"{directory}: a {facts.family} with this config.json has no tensor {listed(lost)}."
-        raise InputError(why, "The configuration contradicts the weights; converting would drop them.")
-    own = next((m.tensor for m in weights_of(facts).outer if m.role is Role.EMBEDDING), "")
-    head, embedding = files.tensors.get("lm_head.weight"), files.tensors.get(_stored_name(own, facts, files))
+    if lost := [name for name in kept if not name.endswith(computed_names) and name not in repeated]:
+        reason = f"{directory}: a {facts.family} with this config.json has no tensor {listed(lost)}."
+        raise InputError(reason, "The configuration contradicts the weights; converting would drop them.")
+    embeddings = next((m.tensor for m in weights_of(facts).outer if m.role is Role.EMBEDDING), "")
+    head, embedding = files.tensors.get("lm_head.weight"), files.tensors.get(_stored_name(embeddings, facts, files))
     if facts.tied_embeddings and head and embedding and not files.same(head.name, embedding.name):
-        why = f"{head.name} differs from {embedding.name}, but config.json says tie_word_embeddings: true."
+        reason = f"{head.name} differs from {embedding.name}, but config.json says tie_word_embeddings: true."
         hint = "Set it to false where the head is the model's own, or remove the tensor."
-        raise InputError(f"{directory}: {why}", hint)
+        raise InputError(f"{directory}: {reason}", hint)
 
 
 BLOCKS, SCALES, GROUP = "_blocks", "_scales", 32
@@ -241,8 +241,8 @@ def packed_params(
     experts, width, rows = shape
     groups = (experts, rows, width // GROUP)
     if width % GROUP or blocks.shape != (*groups, GROUP // 2) or scales.shape != groups:
-        found = f"{list(blocks.shape)} with scales {list(scales.shape)}"
-        raise InputError(f"{blocks.file.name}: {name}{BLOCKS} has shape {found}; config.json implies {list(shape)}.")
+        shapes = f"{list(blocks.shape)} with scales {list(scales.shape)}"
+        raise InputError(f"{blocks.file.name}: {name}{BLOCKS} has shape {shapes}; config.json implies {list(shape)}.")
     params, pieces = {}, []
     for expert in range(experts):
         param = f"{name}@{expert}"

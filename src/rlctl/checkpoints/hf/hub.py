@@ -45,8 +45,8 @@ def hub_answers() -> bool:
             if _State.reason:
                 _go(online=False)
                 if not Verbosity.quiet:
-                    said = f"The Hugging Face hub ({constants.ENDPOINT}) cannot be reached: {_State.reason}."
-                    print(f"{said} Models and data come from this machine alone.", file=sys.stderr, flush=True)
+                    message = f"The Hugging Face hub ({constants.ENDPOINT}) cannot be reached: {_State.reason}."
+                    print(f"{message} Models and data come from this machine alone.", file=sys.stderr, flush=True)
         return not constants.HF_HUB_OFFLINE
 
 

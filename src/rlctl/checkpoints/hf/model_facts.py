@@ -64,8 +64,8 @@ def facts_in(directory: Path) -> ModelFacts:
     if vision_family(config) is not None:
         return _described(directory, json.dumps(config, sort_keys=True))
     architecture, model_type = other_architecture(config), str(config.get("model_type"))
-    known = architecture is not None and built_as(model_type).lower() == architecture.lower()
-    return _described(directory, json.dumps(config, sort_keys=True)) if known else facts_from_hf_config(config)
+    same_class = architecture is not None and built_as(model_type).lower() == architecture.lower()
+    return _described(directory, json.dumps(config, sort_keys=True)) if same_class else facts_from_hf_config(config)
 
 
 def known_facts(name: str, *, images: bool = False) -> ModelFacts | None:
@@ -97,8 +97,8 @@ def built_as(model_type: str, table: str = "CAUSAL_LM") -> str:
         return ""
     text = (Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
     listed = text.partition(f"MODEL_FOR_{table}_MAPPING_NAMES")[2].partition("\n)")[0]
-    found = re.search(rf'^ +\("{re.escape(model_type)}", "(\w+)"\),', listed, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf'^ +\("{re.escape(model_type)}", "(\w+)"\),', listed, re.MULTILINE)
+    return match[1] if match else ""
 
 
 @cache
@@ -121,14 +121,14 @@ def describe(directory: Path) -> ModelFacts:
     calls = _watch()
     inner, unpacked = _built(directory)
     name, config = type(inner).__name__, inner.config
-    if why := next(_problems(inner), None):
-        raise _refusal(name, why)
+    if reason := next(_problems(inner), None):
+        raise _refusal(name, reason)
     unpacked = unpacked or next(_unpacked(inner, calls), "")
     if unpacked:
         inner, calls = meta_model(directory, None), []
         _require_head(inner)
     ropes, listed = _ropes(inner), _listed(inner, directory)
-    given = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     heads = calls[0]["query"][1] if calls else _first(config, "num_attention_heads", default=1)
     windows = [call.get("sliding_window") for call in calls]
     longest = max((int(window) for window in windows if window is not None), default=None)
@@ -136,7 +136,7 @@ def describe(directory: Path) -> ModelFacts:
     max_length = int(getattr(config, "max_position_embeddings", None) or 2048)
     max_length -= max((module.padding_idx + 1 for module in _counting_themselves(inner)), default=0)
     if LONGROPE in ropes:
-        max_length = min(max_length, int(given["original_max_position_embeddings"]))
+        max_length = min(max_length, int(rope["original_max_position_embeddings"]))
     return ModelFacts(
         family=name,
         layers=len(layers_of(inner)),
@@ -151,7 +151,7 @@ def describe(directory: Path) -> ModelFacts:
         max_length=max_length,
         tied_embeddings=not any(tensor.role == Role.HEAD for tensor in listed),
         # As far as the engine has to know of it; with `alpha` (HunYuan's) frequencies are fixed.
-        rope=rope_of(given, None) if DYNAMIC in ropes and not given.get("alpha") else RopeFacts(),
+        rope=rope_of(rope, None) if DYNAMIC in ropes and not rope.get("alpha") else RopeFacts(),
         moe=_moe(inner, listed),
         sliding_window=longest,
         full_attention_layers=None if longest is None else tuple(i for i, w in enumerate(windows) if w is None),
@@ -166,8 +166,8 @@ def _describe_whole(directory: Path, family: VisionFamily) -> ModelFacts:
     """Return a multimodal model's facts: the text part's, with all tensors."""
     text, inner = facts_in(text_directory(directory)), meta_model(directory, None)
     config = inner.config
-    own = _listed(inner, directory)
-    listed = tuple(_in_whole(tensor, text, family) for tensor in own)
+    tensors = _listed(inner, directory)
+    listed = tuple(_in_whole(tensor, text, family) for tensor in tensors)
     tower = config.vision_config
     patch = tower.patch_size[0] if isinstance(tower.patch_size, list | tuple) else tower.patch_size
     merge = getattr(tower, "spatial_merge_size", None) or getattr(config, "scale_factor", None)
@@ -192,15 +192,15 @@ def _describe_whole(directory: Path, family: VisionFamily) -> ModelFacts:
 
 def _in_whole(tensor: ListedTensor, text: ModelFacts, family: VisionFamily) -> ListedTensor:
     """Return a multimodal model's tensor under its hub name, with the text family's role in the language part."""
-    named, module = tensor, tensor.module or tensor.name
+    within, module = tensor, tensor.module or tensor.name
     for ours, hub in family.published:
         if tensor.name.startswith(ours) and not tensor.name.startswith(hub):
-            named = replace(tensor, name=hub + tensor.name.removeprefix(ours), module=module)
+            within = replace(tensor, name=hub + tensor.name.removeprefix(ours), module=module)
     if tensor.role or "{expert}" in module or not module.startswith(f"{family.language}."):
-        return named
-    own = f"model.{module.removeprefix(f'{family.language}.')}".format(layer=next(iter(tensor.layers), None))
-    matrices = weights_of(text).by_tensor.get(own)
-    return replace(named, role=str(matrices[0].role)) if matrices else named
+        return within
+    path = f"model.{module.removeprefix(f'{family.language}.')}".format(layer=next(iter(tensor.layers), None))
+    matrices = weights_of(text).by_tensor.get(path)
+    return replace(within, role=str(matrices[0].role)) if matrices else within
 
 
 def _first(config: Any, *names: str, default: int) -> int:
@@ -208,8 +208,8 @@ def _first(config: Any, *names: str, default: int) -> int:
     return next((value for value in values if isinstance(value, int) and value), default)
 
 
-def _refusal(name: str, why: str) -> InputError:
-    return InputError(f"{name} has no file in rlctl, and cannot be trained without one: {why}.", NEXT)
+def _refusal(name: str, reason: str) -> InputError:
+    return InputError(f"{name} has no file in rlctl, and cannot be trained without one: {reason}.", NEXT)
 
 
 def _built(directory: Path) -> tuple[Any, str]:
@@ -221,9 +221,9 @@ def _built(directory: Path) -> tuple[Any, str]:
         try:
             return meta_model(directory, None), "its layers do not go through transformers' attention interface"
         except Exception as error:
-            said = " ".join(str(error).split())
-            why = f"{directory}: transformers cannot build this model: {type(error).__name__}: {said}"
-            raise InputError(why, NEXT) from error
+            message = " ".join(str(error).split())
+            reason = f"{directory}: transformers cannot build this model: {type(error).__name__}: {message}"
+            raise InputError(reason, NEXT) from error
 
 
 def _problems(inner: Any) -> Iterator[str]:
@@ -243,9 +243,9 @@ def _problems(inner: Any) -> Iterator[str]:
         yield "its layers compute their gradients themselves, and only with dropout"
     if scalars := [name for name, parameter in inner.named_parameters() if not parameter.dim()]:
         yield f"{scalars[0]} is a single number, which FSDP2 cannot shard"
-    own: dict[int, str] = {}  # embedding and head may be one parameter, and no others
+    owners: dict[int, str] = {}  # embedding and head may be one parameter, and no others
     for name, parameter in layers_of(inner).named_parameters(remove_duplicate=False):
-        if own.setdefault(id(parameter), name) != name:
+        if owners.setdefault(id(parameter), name) != name:
             yield f"{layers_path(inner)}.{name} is the same parameter as another layer's"
     if ropes := _ropes(inner) - FIXED_ROPE - {LONGROPE, DYNAMIC}:
         yield f"its rotary frequencies ({min(ropes)}) are not known to rlctl"
@@ -256,7 +256,7 @@ def _problems(inner: Any) -> Iterator[str]:
 def _ropes(inner: Any) -> set[str]:
     kinds = [getattr(module, "rope_type", None) for module in inner.modules()]
     texts = [kind for kind in kinds if isinstance(kind, str)]
-    return {*texts, *(kind for own in kinds if isinstance(own, dict) for kind in own.values())}
+    return {*texts, *(kind for rope in kinds if isinstance(rope, dict) for kind in rope.values())}
 
 
 def _counting_themselves(inner: Any) -> list[Any]:
@@ -268,8 +268,8 @@ def _watch() -> list[Call]:
 
     calls: list[Call] = []
 
-    def watched(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **told: Any) -> tuple[Any, None]:
-        calls.append(told | {"module": module, "query": query.shape, "key": key.shape, "mask": mask})
+    def watched(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **options: Any) -> tuple[Any, None]:
+        calls.append(options | {"module": module, "query": query.shape, "key": key.shape, "mask": mask})
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(WATCHED, watched)
@@ -316,9 +316,9 @@ def _unpacked(inner: Any, calls: list[Call]) -> Iterator[str]:
         if unknown := {key for key, value in call.items() if value is not None} - UNDERSTOOD:
             yield f"its attention takes {min(unknown)}, which rlctl's does not"
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    own = getattr(config, "layer_types", None) or ["sliding_attention"] * len(calls)
-    told = [call.get("sliding_window") for call in calls]
-    if told != [window if kind == "sliding_attention" else None for kind in own]:
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(calls)
+    windows = [call.get("sliding_window") for call in calls]
+    if windows != [window if kind == "sliding_attention" else None for kind in layer_types]:
         yield "its layers do not tell the attention how many tokens they attend to"
     with contextlib.suppress(Exception):  # shapes that do not fit, in the words of whichever function comes first
         run(9)
@@ -335,8 +335,8 @@ def _require_head(inner: Any) -> None:
         with torch.no_grad():
             logits = head_of(inner)(hidden)
     except Exception as error:
-        why = f"its output layer cannot be computed separately: {type(error).__name__}: {error}".splitlines()[0]
-        raise _refusal(name, why) from error
+        reason = f"its output layer cannot be computed separately: {type(error).__name__}: {error}".splitlines()[0]
+        raise _refusal(name, reason) from error
     if tuple(logits.shape) != (8, vocab):
         raise _refusal(name, f"its head makes {tuple(logits.shape)[-1]} logits of a vocabulary of {vocab}")
 
@@ -346,8 +346,10 @@ def _listed(inner: Any, directory: Path) -> tuple[ListedTensor, ...]:
 
     dtypes = dict[str, str]()
     if buffers := stored_buffers(inner):
-        named = {name: str(b.dtype) for name, b in meta_model(directory, None, torch.bfloat16).named_buffers()}
-        dtypes = {name: own for name in buffers if (own := named[name].removeprefix("torch.")) != "bfloat16"}
+        buffer_dtypes = {name: str(b.dtype) for name, b in meta_model(directory, None, torch.bfloat16).named_buffers()}
+        dtypes = {
+            name: dtype for name in buffers if (dtype := buffer_dtypes[name].removeprefix("torch.")) != "bfloat16"
+        }
     try:
         return listed_tensors(inner, dtypes)
     except CannotFollowError as error:

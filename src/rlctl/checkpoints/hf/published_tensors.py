@@ -49,28 +49,30 @@ def listed_tensors(inner: Any, dtypes: dict[str, str]) -> tuple[ListedTensor, ..
     about the model."""
     own_path = re.compile(rf"^{re.escape(layers_path(inner))}\.(\d+)\.")
     buffers, table = stored_buffers(inner), inner.get_input_embeddings()
-    held = dict(inner.named_parameters()) | buffers
-    own, saved = {id(value): name for name, value in held.items()}, as_published(inner, held)
-    names = {own[id(value)]: name for name, value in saved.items() if id(value) in own}  # published as they are
-    changed = held.keys() - names.keys()
-    boxes = _boxes(inner, {name: held[name] for name in held if name in changed}, own_path, set(saved))
+    state = dict(inner.named_parameters()) | buffers
+    names_by_id, saved = {id(value): name for name, value in state.items()}, as_published(inner, state)
+    names = {
+        names_by_id[id(value)]: name for name, value in saved.items() if id(value) in names_by_id
+    }  # published as they are
+    changed = state.keys() - names.keys()
+    boxes = _boxes(inner, {name: state[name] for name in state if name in changed}, own_path, set(saved))
     roles = {f"{path}.weight": Role.EMBEDDING for path, module in inner.named_modules() if module is table}
     roles |= {f"{head_path(inner)}.weight": Role.HEAD}
     roles |= {name: Role.EXPERT_BIAS if name.endswith(BIAS) else Role.STORED for name in buffers}
     roles |= dict.fromkeys(_whole_stacks(inner) & names.keys(), Role.EXPERT_STACK)
     layers: dict[ListedTensor, list[int]] = {}
-    for module, parameter in held.items():
+    for module, parameter in state.items():
         layer = _layer(module, own_path)
         path, role, dtype = _template(module, layer), str(roles.get(module, "")), dtypes.get(module, "")
         if module not in changed:
             name = _template(names[module], layer)
-            found = [ListedTensor(name, tuple(parameter.shape), module="" if path == name else path)]
+            tensors = [ListedTensor(name, tuple(parameter.shape), module="" if path == name else path)]
         else:
-            found = boxes[path, tuple(parameter.shape)]
-        for tensor in found:
+            tensors = boxes[path, tuple(parameter.shape)]
+        for tensor in tensors:
             tensor = replace(tensor, role=tensor.role or role, dtype=dtype)
             layers.setdefault(tensor, []).extend([] if layer is None else [layer])
-    return tuple(replace(tensor, layers=tuple(own)) for tensor, own in layers.items())
+    return tuple(replace(tensor, layers=tuple(indices)) for tensor, indices in layers.items())
 
 
 def _whole_stacks(inner: Any) -> set[str]:
@@ -84,8 +86,8 @@ def _whole_stacks(inner: Any) -> set[str]:
 
 
 def _layer(name: str, own_path: re.Pattern[str]) -> int | None:
-    found = own_path.match(name)
-    return int(found[1]) if found else None
+    match = own_path.match(name)
+    return int(match[1]) if match else None
 
 
 def _template(name: str, layer: int | None) -> str:
@@ -99,8 +101,8 @@ def as_published(inner: Any, values: Mapping[str, Any]) -> dict[str, Tensor]:
     try:
         return revert_weight_conversion(inner, dict(values))
     except Exception as error:
-        why = f"transformers cannot say how its tensors are published: {type(error).__name__}: {error}"
-        raise CannotFollowError(why.splitlines()[0]) from error
+        reason = f"transformers cannot say how its tensors are published: {type(error).__name__}: {error}"
+        raise CannotFollowError(reason.splitlines()[0]) from error
 
 
 @dataclass(frozen=True)
@@ -121,21 +123,23 @@ def _boxes(
     for name in changed:
         groups.setdefault(_layer(name, own_path), []).append(name)
     kinds: dict[Any, list[int | None]] = {}
-    for layer, own in groups.items():
-        kinds.setdefault(frozenset((_template(name, layer), tuple(changed[name].shape)) for name in own), []).append(
-            layer
-        )
-    found: dict[tuple[str, tuple[int, ...]], list[ListedTensor]] = {}
+    for layer, indices in groups.items():
+        kinds.setdefault(
+            frozenset((_template(name, layer), tuple(changed[name].shape)) for name in indices), []
+        ).append(layer)
+    by_box: dict[tuple[str, tuple[int, ...]], list[ListedTensor]] = {}
     for layers in kinds.values():
         first = layers[0]
         for name, boxes in _decoded(inner, {name: changed[name] for name in groups[first]}).items():
             tensors = [replace(box, name=_template(box.name, first), module=_template(name, first)) for box in boxes]
-            own = found.setdefault((_template(name, first), tuple(changed[name].shape)), [])
-            own += [tensor for tensor in dict.fromkeys(tensors) if tensor not in own]
-            missing = [box.name for box in own for at in layers if box.name.format(layer=at, expert=0) not in published]
+            indices = by_box.setdefault((_template(name, first), tuple(changed[name].shape)), [])
+            indices += [tensor for tensor in dict.fromkeys(tensors) if tensor not in indices]
+            missing = [
+                box.name for box in indices for at in layers if box.name.format(layer=at, expert=0) not in published
+            ]
             if missing:
                 raise CannotFollowError(f"transformers publishes {missing[0]} otherwise in another layer")
-    return found
+    return by_box
 
 
 def _decoded(inner: Any, parameters: dict[str, Tensor]) -> dict[str, list[ListedTensor]]:
@@ -145,7 +149,7 @@ def _decoded(inner: Any, parameters: dict[str, Tensor]) -> dict[str, list[Listed
 
     changes = get_model_conversion_mapping(inner, add_legacy=False)
     operations = [operation for change in changes for operation in getattr(change, "operations", ())]
-    divided = {axis for one in operations if isinstance(axis := getattr(one, "dim", None), int)}
+    divided = {axis for operation in operations if isinstance(axis := getattr(operation, "dim", None), int)}
     coded, base = list[_Coded](), 0
     for name, parameter in parameters.items():
         full = tuple(parameter.shape)
@@ -154,55 +158,67 @@ def _decoded(inner: Any, parameters: dict[str, Tensor]) -> dict[str, list[Listed
             raise CannotFollowError(f"{name} is too large to be taken apart")
         coded.append(_Coded(name, full, base, base + torch.arange(prod(shape)).view(shape)))
         base += prod(shape)
-    found: dict[str, list[ListedTensor]] = {one.name: [] for one in coded}
-    for published, codes in as_published(inner, {one.name: one.codes for one in coded}).items():
-        for one, box in _parts(published, codes, coded):
-            found[one.name].append(box)
-    for one in coded:
-        covered = sum(prod(box.shape) for box in found[one.name])
-        if covered != prod(one.full):
-            raise CannotFollowError(f"{covered} of the {prod(one.full)} elements of {one.name} are published")
-    return {name: _with_roles(name, _true_widths(name, boxes, inner)) for name, boxes in found.items()}
+    tensors: dict[str, list[ListedTensor]] = {coded_tensor.name: [] for coded_tensor in coded}
+    for published, codes in as_published(
+        inner, {coded_tensor.name: coded_tensor.codes for coded_tensor in coded}
+    ).items():
+        for coded_tensor, box in _parts(published, codes, coded):
+            tensors[coded_tensor.name].append(box)
+    for coded_tensor in coded:
+        covered = sum(prod(box.shape) for box in tensors[coded_tensor.name])
+        if covered != prod(coded_tensor.full):
+            raise CannotFollowError(
+                f"{covered} of the {prod(coded_tensor.full)} elements of {coded_tensor.name} are published"
+            )
+    return {name: _with_roles(name, _true_widths(name, boxes, inner)) for name, boxes in tensors.items()}
 
 
 def _parts(published: str, codes: Tensor, coded: Sequence[_Coded]) -> Iterator[tuple[_Coded, ListedTensor]]:
-    sides = [(codes >= one.base) & (codes < one.base + one.codes.numel()) for one in coded]
-    present = [(one, side) for one, side in zip(coded, sides, strict=True) if side.any()]
-    found = [(one, _box(published, codes, side, one)) for one, side in present]
-    ends = [[s + n for s, n in zip(box.tensor_start, box.shape, strict=True)] for _, box in found]
+    sides = [
+        (codes >= coded_tensor.base) & (codes < coded_tensor.base + coded_tensor.codes.numel())
+        for coded_tensor in coded
+    ]
+    present = [(coded_tensor, side) for coded_tensor, side in zip(coded, sides, strict=True) if side.any()]
+    boxes = [(coded_tensor, _box(published, codes, side, coded_tensor)) for coded_tensor, side in present]
+    ends = [[s + n for s, n in zip(box.tensor_start, box.shape, strict=True)] for _, box in boxes]
     whole = tuple(map(max, zip(*ends, strict=True)))
-    for one, box in found:
+    for coded_tensor, box in boxes:
         alone = box.shape == whole
-        yield one, replace(box, tensor_shape=() if alone else whole, tensor_start=() if alone else box.tensor_start)
+        yield (
+            coded_tensor,
+            replace(box, tensor_shape=() if alone else whole, tensor_start=() if alone else box.tensor_start),
+        )
 
 
-def _box(published: str, codes: Tensor, side: Tensor, one: _Coded) -> ListedTensor:
+def _box(published: str, codes: Tensor, side: Tensor, coded_tensor: _Coded) -> ListedTensor:
     """Return a parameter's box among a published tensor's codes, from its corner codes; a leading expert axis may be
     absent."""
     import torch
 
     places = side.nonzero()
     low, high = places.min(0).values.tolist(), places.max(0).values.tolist()
-    own = codes[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))]
-    short = one.codes.shape
+    part_codes = codes[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))]
+    short = coded_tensor.codes.shape
     start, last = (
-        [int(i) for i in torch.unravel_index(code - one.base, short)]
-        for code in (own.reshape(-1)[0], own.reshape(-1)[-1])
+        [int(i) for i in torch.unravel_index(code - coded_tensor.base, short)]
+        for code in (part_codes.reshape(-1)[0], part_codes.reshape(-1)[-1])
     )
-    box = one.codes[tuple(slice(a, b + 1) for a, b in zip(start, last, strict=True))]
-    dropped = int(own.dim() < box.dim())
+    box = coded_tensor.codes[tuple(slice(a, b + 1) for a, b in zip(start, last, strict=True))]
+    dropped = int(part_codes.dim() < box.dim())
     counts = [b - a + 1 for a, b in zip(start, last, strict=True)]
-    divided = any(n != s for n, s, f in zip(counts, short, one.full, strict=True) if s != f)  # a short axis is whole
-    if divided or not torch.equal(box[0] if dropped and len(box) == 1 else box, own):
-        raise CannotFollowError(f"how {one.name} is published cannot be followed")
-    shape = [f if s != f else n for n, s, f in zip(counts, short, one.full, strict=True)]
+    divided = any(
+        n != s for n, s, f in zip(counts, short, coded_tensor.full, strict=True) if s != f
+    )  # a short axis is whole
+    if divided or not torch.equal(box[0] if dropped and len(box) == 1 else box, part_codes):
+        raise CannotFollowError(f"how {coded_tensor.name} is published cannot be followed")
+    shape = [f if s != f else n for n, s, f in zip(counts, short, coded_tensor.full, strict=True)]
     name = published
     if dropped:
         name = re.sub(rf"\.experts\.{start[0]}\.", ".experts.{expert}.", published)
         if "{expert}" not in name:
-            raise CannotFollowError(f"{one.name} is published by parts that are no experts")
+            raise CannotFollowError(f"{coded_tensor.name} is published by parts that are no experts")
     whole, at = tuple(shape[dropped:]), tuple(start[dropped:])
-    return ListedTensor(name, whole, tensor_start=tuple(low), module_shape=one.full, module_start=at)
+    return ListedTensor(name, whole, tensor_start=tuple(low), module_shape=coded_tensor.full, module_start=at)
 
 
 def _with_roles(name: str, boxes: list[ListedTensor]) -> list[ListedTensor]:

@@ -24,22 +24,22 @@ def with_score(layout: Layout, spec: ParamSpec) -> Layout:
 
 def scorer_class(config: Mapping[str, Any]) -> str:
     """Return transformers' class for a reward model. Raises InputError if there is none."""
-    found = built_as(str(config.get("model_type")), "SEQUENCE_CLASSIFICATION")
-    if not found:
+    architecture = built_as(str(config.get("model_type")), "SEQUENCE_CLASSIFICATION")
+    if not architecture:
         raise InputError(
             f"transformers has no sequence classification for models of type {config.get('model_type')}, as which a "
             "reward model is exported.",
             "Name a model of another family.",
         )
-    return found
+    return architecture
 
 
 def scorer_config(companions: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a trained reward model. transformers scores the last token that is not padding, so
     padding must not end texts."""
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    named = {"architectures": [scorer_class(config)], "pad_token_id": next(_paddings(companions, config), None)}
-    return {**config, **labels, **named}
+    updates = {"architectures": [scorer_class(config)], "pad_token_id": next(_paddings(companions, config), None)}
+    return {**config, **labels, **updates}
 
 
 def _paddings(companions: Path, config: Mapping[str, Any]) -> Iterator[int]:
@@ -52,12 +52,12 @@ def _paddings(companions: Path, config: Mapping[str, Any]) -> Iterator[int]:
     for value in (config.get("eos_token_id"), read_generation(companions).get("eos_token_id")):
         ends |= set(value if isinstance(value, list) else [value])
     added = read("tokenizer.json").get("added_tokens") or []
-    texts = {one["content"]: one["id"] for one in added if one.get("special")}
-    own = {name: settings.get(f"{name}_token") for name in ("pad", "eos")}
-    pad, end = (texts.get(text.get("content") if isinstance(text, dict) else text) for text in own.values())
+    texts = {token["content"]: token["id"] for token in added if token.get("special")}
+    special = {name: settings.get(f"{name}_token") for name in ("pad", "eos")}
+    pad, end = (texts.get(text.get("content") if isinstance(text, dict) else text) for text in special.values())
     ends.add(end)
-    named = [token for text, token in texts.items() if "pad" in text]
-    for token in (config.get("pad_token_id"), pad, *named, *texts.values()):
+    pad_tokens = [token for text, token in texts.items() if "pad" in text]
+    for token in (config.get("pad_token_id"), pad, *pad_tokens, *texts.values()):
         if isinstance(token, int) and token not in ends and 0 <= token < config.get("vocab_size", 0):
             yield token
 

@@ -59,14 +59,14 @@ class StoredTensor:
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file. Raises InputError for a damaged file or an unsupported dtype."""
     with _opened(file) as opened:
-        found = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
-        dtypes = {name: part.get_dtype() for name, part in found}
+        slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+        dtypes = {name: part.get_dtype() for name, part in slices}
         unknown = next((name for name, dtype in dtypes.items() if dtype not in DTYPES), None)
         if unknown is not None:
             raise InputError(f"{file}: tensor {unknown} has dtype {dtypes[unknown]}, which rlctl cannot read.")
         return {
             name: StoredTensor(name, file, DTYPES[dtypes[name]], tuple(part.get_shape()), position)
-            for position, (name, part) in enumerate(found)
+            for position, (name, part) in enumerate(slices)
         }
 
 
@@ -86,10 +86,10 @@ def _opened(file: Path) -> Iterator[Any]:
             yield opened
     except (SafetensorError, OSError) as error:
         if is_lfs_pointer(file):
-            why = f"{file} is a pointer of Git LFS in place of the weights."
-            raise InputError(why, f"Fetch them: git -C {file.parent} lfs pull") from error
-        why = f"{file} is not a safetensors file, or it is truncated or damaged ({error})."
-        raise InputError(why, "Download it again.") from error
+            reason = f"{file} is a pointer of Git LFS in place of the weights."
+            raise InputError(reason, f"Fetch them: git -C {file.parent} lfs pull") from error
+        reason = f"{file} is not a safetensors file, or it is truncated or damaged ({error})."
+        raise InputError(reason, "Download it again.") from error
 
 
 @dataclass
@@ -161,12 +161,12 @@ def shard_files(directory: Path) -> list[Path]:
     InputError for missing files."""
     if (directory / SINGLE).exists():
         return [directory / SINGLE]
-    if named := _weight_map(directory):
-        files = [directory / name for name in sorted(set(named.values()))]
+    if weight_map := _weight_map(directory):
+        files = [directory / name for name in sorted(set(weight_map.values()))]
         absent = [file.name for file in files if not file.exists()]
         if absent:
-            why = f"{directory} lacks {len(absent)} shard(s) that {INDEX} names: {listed(absent, 3)}."
-            raise InputError(why, "Download the missing files.")
+            reason = f"{directory} lacks {len(absent)} shard(s) that {INDEX} names: {listed(absent, 3)}."
+            raise InputError(reason, "Download the missing files.")
         return files
     refuse_adapters(directory)
     files = sorted(directory.glob("*.safetensors"))
@@ -189,9 +189,9 @@ def unread_weights(directory: Path) -> list[str]:
     others = sorted(set(directory.glob("*.safetensors")) - {*read})
     saves = [file.name for file in others if not file.match("adapter_model*") and not file.match(CONSOLIDATED)]
     lines = [f"{names}, and not from {listed(saves, 3)} of another save"] if saves else []
-    if (directory / ADAPTERS).is_file() and (held := sorted(directory.glob("adapter_model*"))):
+    if (directory / ADAPTERS).is_file() and (adapters := sorted(directory.glob("adapter_model*"))):
         without = "The model is read without it; transformers with PEFT would apply it"
-        lines.append(f"{directory} holds an adapter ({held[0].name}) next to the whole model. {without}")
+        lines.append(f"{directory} holds an adapter ({adapters[0].name}) next to the whole model. {without}")
     newest = max(file.stat().st_mtime for file in read)
     copies = [file for pattern in (CONSOLIDATED, "pytorch_model*.bin") for file in sorted(directory.glob(pattern))]
     if newer := [file.name for file in copies if file not in read and file.stat().st_mtime > newest]:
@@ -204,24 +204,24 @@ def refuse_others_for_vllm(directory: Path) -> None:
     without an index reads every `*.safetensors` (0.32)."""
     if not any(directory.glob("*.safetensors")):  # whoever opens the weights says so
         return
-    named, read = set(_weight_map(directory).values()), {file.name for file in shard_files(directory)}
-    if (directory / SINGLE).exists() and named - {SINGLE}:
+    indexed, read = set(_weight_map(directory).values()), {file.name for file in shard_files(directory)}
+    if (directory / SINGLE).exists() and indexed - {SINGLE}:
         raise InputError(
             f"{directory} holds {SINGLE}, and {INDEX} of an earlier save names other files, which vLLM would read.",
             f"Remove {directory / INDEX}.",
         )
     others = sorted(file.name for file in directory.glob("*.safetensors") if file.name not in read)
     others = [name for name in others if not Path(name).match(CONSOLIDATED)]
-    if others and not named:
-        what = "an adapter" if others[0].startswith("adapter_model") else "weights of another save"
+    if others and not indexed:
+        kind = "an adapter" if others[0].startswith("adapter_model") else "weights of another save"
         raise InputError(
-            f"{directory} holds {listed(sorted(read), 3)} and {what} ({listed(others, 3)}), and vLLM would read both.",
+            f"{directory} holds {listed(sorted(read), 3)} and {kind} ({listed(others, 3)}), and vLLM would read both.",
             f"Move {directory / others[0]} elsewhere.",
         )
 
 
 def _refuse_parts(directory: Path, files: list[Path]) -> None:
-    shards = [(int(found[1]), int(found[2])) for file in files if (found := SHARD.search(file.name))]
+    shards = [(int(match[1]), int(match[2])) for file in files if (match := SHARD.search(file.name))]
     counts = sorted({count for _, count in shards})
     if len(counts) > 1:
         saves = " and of ".join(str(count) for count in counts)
@@ -230,18 +230,20 @@ def _refuse_parts(directory: Path, files: list[Path]) -> None:
             "Remove those of the earlier save.",
         )
     if shards and len(shards) < counts[0]:
-        why = f"{directory} holds {len(shards)} of {counts[0]} shards, and no {INDEX}."
-        raise InputError(why, "Download the missing files.")
+        reason = f"{directory} holds {len(shards)} of {counts[0]} shards, and no {INDEX}."
+        raise InputError(reason, "Download the missing files.")
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
     """Return tensor -> file from the index; empty without one."""
     if not (directory / INDEX).is_file():
         return {}
-    named = read_object(directory, INDEX).get("weight_map")
-    if not isinstance(named, dict) or not all(isinstance(f, str) and Path(f).name == f for f in named.values()):
+    weight_map = read_object(directory, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(f, str) and Path(f).name == f for f in weight_map.values()
+    ):
         raise InputError(f"{directory / INDEX} is damaged (its `weight_map` names no files).", "Download it again.")
-    return named
+    return weight_map
 
 
 class SafetensorsWriter:
@@ -259,8 +261,8 @@ class SafetensorsWriter:
                 size = 0
             shards[-1].append(name)
             size += spec.bytes
-        own = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-        self._files = files or dict(zip(own if len(shards) > 1 else [SINGLE], shards, strict=True))
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        self._files = files or dict(zip(names if len(shards) > 1 else [SINGLE], shards, strict=True))
         self.order = [name for shard in self._files.values() for name in shard]
         """The names of the tensors in the order in which they are written."""
         self._left = iter(self._files)

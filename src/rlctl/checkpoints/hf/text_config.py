@@ -64,12 +64,14 @@ def write_companions(source: Path, destination: Path, config: dict[str, Any]) ->
     (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     legacy = destination / TEMPLATES[0]
     legacy.unlink(missing_ok=True)
-    own = read_object(source, "tokenizer_config.json") if (source / "tokenizer_config.json").is_file() else {}
-    if own.get("chat_template") or any(destination.glob("chat_template*")):
+    tokenizer_config = (
+        read_object(source, "tokenizer_config.json") if (source / "tokenizer_config.json").is_file() else {}
+    )
+    if tokenizer_config.get("chat_template") or any(destination.glob("chat_template*")):
         return
     for name in TEMPLATES:
-        if (source / name).is_file() and isinstance(found := read_object(source, name).get("chat_template"), str):
-            (destination / "chat_template.jinja").write_text(found)
+        if (source / name).is_file() and isinstance(template := read_object(source, name).get("chat_template"), str):
+            (destination / "chat_template.jinja").write_text(template)
             return
 
 
@@ -99,9 +101,9 @@ def _made_config(config: dict[str, Any], stores_head: bool | None) -> dict[str, 
     if text.is_encoder_decoder:
         raise _refusal(config, "its text part is an encoder-decoder model")
     architecture, values = _of_class(config, text)
-    own = config.get("text_config")
-    section: dict[str, Any] = own if isinstance(own, dict) else config
-    older = dict(own) if isinstance(own, dict) else {}  # such as `sliding_window_pattern` of Gemma 3
+    text_section = config.get("text_config")
+    section: dict[str, Any] = text_section if isinstance(text_section, dict) else config
+    older = dict(text_section) if isinstance(text_section, dict) else {}  # such as `sliding_window_pattern` of Gemma 3
     values = {key: value for key, value in older.items() if not key.startswith("rope")} | values
     values |= {key: config[key] for key in OUTER if section.get(key) is None and config.get(key) is not None}
     dtype = section.get("dtype") or section.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
@@ -123,8 +125,8 @@ def _of_class(config: dict[str, Any], text: Any) -> tuple[str, dict[str, Any]]:
     if kind != text.model_type:
         rope = values.get("rope_parameters") or {}
         plain = {key: value for key, value in rope.items() if not key.startswith("mrope") and key != "type"}
-        own = CONFIG_MAPPING[kind].from_dict(values | {"model_type": kind, "rope_parameters": plain})
-        values = json.loads(own.to_json_string(use_diff=False))
+        text_config = CONFIG_MAPPING[kind].from_dict(values | {"model_type": kind, "rope_parameters": plain})
+        values = json.loads(text_config.to_json_string(use_diff=False))
     return architecture, values
 
 
@@ -136,7 +138,7 @@ def _with_older_rope(values: dict[str, Any]) -> dict[str, Any]:
     rope = values.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_scaling" in values:
         return values
-    by_layer = {key: one for key, one in rope.items() if isinstance(one, dict)}
+    by_layer = {key: value for key, value in rope.items() if isinstance(value, dict)}
     main = by_layer.get("full_attention", rope)
     scaling = {key: value for key, value in main.items() if key not in ("rope_theta", "partial_rotary_factor", "type")}
     kind = scaling.get("rope_type", "default")
@@ -148,9 +150,9 @@ def _with_older_rope(values: dict[str, Any]) -> dict[str, Any]:
     }
     both = values | {key: value for key, value in older.items() if value is not None}
 
-    def read(given: dict[str, Any]) -> list[dict[str, Any]]:
-        found = CONFIG_MAPPING[str(given["model_type"])].from_dict(copy.deepcopy(given)).rope_parameters
-        kinds = [found.get(layer) or {} for layer in by_layer] or [found]
+    def read(values: dict[str, Any]) -> list[dict[str, Any]]:
+        rope = CONFIG_MAPPING[str(values["model_type"])].from_dict(copy.deepcopy(values)).rope_parameters
+        kinds = [rope.get(layer) or {} for layer in by_layer] or [rope]
         return [{key: value for key, value in kind.items() if key != "type"} for kind in kinds]
 
     try:
@@ -162,16 +164,16 @@ def _with_older_rope(values: dict[str, Any]) -> dict[str, Any]:
 def _tied(config: dict[str, Any], section: dict[str, Any], stores_head: bool | None, whole: Any) -> bool:
     """Whether embedding and output layer are tied, by the model's configuration in or outside the text section, else by
     the files."""
-    said = {part["tie_word_embeddings"] for part in (config, section) if "tie_word_embeddings" in part}
-    if len(said) == 1:
-        return bool(said.pop())
+    ties = {part["tie_word_embeddings"] for part in (config, section) if "tie_word_embeddings" in part}
+    if len(ties) == 1:
+        return bool(ties.pop())
     return bool(getattr(whole, "tie_word_embeddings", False)) if stores_head is None else not stores_head
 
 
-def _refusal(config: dict[str, Any], why: str) -> InputError:
+def _refusal(config: dict[str, Any], reason: str) -> InputError:
     name = next(iter(config.get("architectures") or ()), str(config.get("model_type")))
-    what = f"`{name}` is a model that takes images, sound or video, and its text part cannot be trained: {why}."
-    return InputError(what, NEXT)
+    message = f"`{name}` is a model that takes images, sound or video, and its text part cannot be trained: {reason}."
+    return InputError(message, NEXT)
 
 
 @cache

@@ -56,13 +56,13 @@ class TextPart:
     @cached_property
     def stored(self) -> dict[str, ParamSpec]:
         """The stored tensors that belong to it, in the shapes that the pieces count in."""
-        held = {piece.param: self.files.tensors[piece.param] for piece in self.pieces.values()}
+        tensors = {piece.param: self.files.tensors[piece.param] for piece in self.pieces.values()}
         stacks = {piece.param for name, piece in self.pieces.items() if EXPERT.search(name)}
         return {
             name: ParamSpec(
                 (prod(tensor.shape[:-1]), tensor.shape[-1]) if name in stacks else tensor.shape, tensor.dtype
             )
-            for name, tensor in held.items()
+            for name, tensor in tensors.items()
         }
 
     def read(self, name: str) -> torch.Tensor:
@@ -79,39 +79,43 @@ def _located(directory: Path, files: SafetensorsDirectory, facts: ModelFacts) ->
     stored = files.tensors
     outer = {matrix.role: matrix.tensor for matrix in weights_of(facts).outer}
     embedding, head = outer[Role.EMBEDDING], outer.get(Role.HEAD, HEAD)
-    own = embedding.partition(".")[0] + "."
-    ends = [name.removeprefix(own) for name in weights_of(facts).tensors if name != head]
-    table = embedding.removeprefix(own)
+    section = embedding.partition(".")[0] + "."
+    ends = [name.removeprefix(section) for name in weights_of(facts).tensors if name != head]
+    table = embedding.removeprefix(section)
     prefixes = [name.removesuffix(table) for name in stored if f".{name}".endswith(f".{table}")]
-    prefix = max(prefixes, key=lambda outside: sum(outside + end in stored for end in ends), default=own)
+    prefix = max(prefixes, key=lambda outside: sum(outside + end in stored for end in ends), default=section)
     heads = [name for name in stored if name.endswith(head) and prefix.startswith(name.removesuffix(head))]
     at_head = max(heads, key=len, default=head)
-    facts = without_absent_mtp(facts, [own + name.removeprefix(prefix) for name in stored])
-    wanted = dict(weights_of(facts).tensors)
-    if head not in wanted and at_head in stored:
-        wanted[head] = wanted[embedding]
+    facts = without_absent_mtp(facts, [section + name.removeprefix(prefix) for name in stored])
+    expected = dict(weights_of(facts).tensors)
+    if head not in expected and at_head in stored:
+        expected[head] = expected[embedding]
     pieces: dict[str, Piece] = {}
-    for name, shape in wanted.items():
-        held = at_head if name == head else prefix + name.removeprefix(own)
-        if held in stored:
+    for name, shape in expected.items():
+        source_name = at_head if name == head else prefix + name.removeprefix(section)
+        if source_name in stored:
             tensor = embedding if name == head and Role.HEAD not in outer else name
-            pieces[name] = whole_piece(tensor, held, stored[held].shape, primary=tensor == name)
-            if held + SCALE in stored:
-                pieces[name + SCALE] = whole_piece(name + SCALE, held + SCALE, stored[held + SCALE].shape)
-        elif piece := in_stack(name, held, shape, stored):
+            pieces[name] = whole_piece(tensor, source_name, stored[source_name].shape, primary=tensor == name)
+            if source_name + SCALE in stored:
+                pieces[name + SCALE] = whole_piece(name + SCALE, source_name + SCALE, stored[source_name + SCALE].shape)
+        elif piece := in_stack(name, source_name, shape, stored):
             pieces[name] = piece
-    if absent := sorted(wanted.keys() - pieces.keys()):
-        why = f"{directory}: the text part lacks {listed(absent)}."
-        raise InputError(why, "Is a shard absent, or does config.json belong to another model? Download it again.")
-    for name, shape in wanted.items():
-        if (found := tuple(span.count for span in pieces[name].tensor_box)) != shape:
-            what = f"tensor {pieces[name].param} has shape {list(found)}"
-            raise InputError(f"{directory}: {what}, but config.json implies {list(shape)}.", "Download it again.")
+    if absent := sorted(expected.keys() - pieces.keys()):
+        reason = f"{directory}: the text part lacks {listed(absent)}."
+        raise InputError(reason, "Is a shard absent, or does config.json belong to another model? Download it again.")
+    for name, shape in expected.items():
+        if (actual := tuple(span.count for span in pieces[name].tensor_box)) != shape:
+            problem = f"tensor {pieces[name].param} has shape {list(actual)}"
+            raise InputError(f"{directory}: {problem}, but config.json implies {list(shape)}.", "Download it again.")
     used, parts = {piece.param for piece in pieces.values()}, tuple({prefix + end.partition(".")[0] for end in ends})
-    known = (SCALE, *COMPUTED)
-    extra = sorted(name for name in stored if name.startswith(parts) and name not in used and not name.endswith(known))
+    ignored = (SCALE, *COMPUTED)
+    extra = sorted(
+        name for name in stored if name.startswith(parts) and name not in used and not name.endswith(ignored)
+    )
     if lost := [name for name in extra if not any(re.search(each, name) for each in facts.left_out)]:
-        why = f"{directory}: {listed(lost)} belongs to the text part, but transformers' text model has no such tensor."
-        raise InputError(why, "A newer transformers may know it; without it the text part would not be the same.")
+        reason = (
+            f"{directory}: {listed(lost)} belongs to the text part, but transformers' text model has no such tensor."
+        )
+        raise InputError(reason, "A newer transformers may know it; without it the text part would not be the same.")
     places = {name: (stored[p.param].file.name, stored[p.param].position, p.param_box) for name, p in pieces.items()}
     return TextPart(files, facts, {name: pieces[name] for name in sorted(pieces, key=places.__getitem__)})

@@ -48,9 +48,9 @@ def by_its_file(tokenizer: PreTrainedTokenizerBase, directory: Path | str) -> Pr
         return tokenizer
     from tokenizers import Tokenizer
 
-    for one in (backend, truth := Tokenizer.from_file(str(file))):  # each call of transformers sets both anew
-        one.no_truncation()
-        one.no_padding()
+    for loaded in (backend, truth := Tokenizer.from_file(str(file))):  # each call of transformers sets both anew
+        loaded.no_truncation()
+        loaded.no_padding()
     if _shown(backend) == _shown(truth):
         return tokenizer
     plain = PreTrainedTokenizerFast.from_pretrained(directory, _from_auto=True)
@@ -92,8 +92,12 @@ def names_other_class(tokenizer: PreTrainedTokenizerBase, directory: Path) -> bo
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = directory / TOKENIZER_CONFIG
-    named = read_object(directory, TOKENIZER_CONFIG).get("tokenizer_class") if path.is_file() else None
-    if type(tokenizer) is not PreTrainedTokenizerFast or named in (None, PLAIN_CLASS, PreTrainedTokenizerFast.__name__):
+    class_name = read_object(directory, TOKENIZER_CONFIG).get("tokenizer_class") if path.is_file() else None
+    if type(tokenizer) is not PreTrainedTokenizerFast or class_name in (
+        None,
+        PLAIN_CLASS,
+        PreTrainedTokenizerFast.__name__,
+    ):
         return False
     return type(AutoTokenizer.from_pretrained(directory)) is not PreTrainedTokenizerFast
 

@@ -88,7 +88,7 @@ def tower_layers(inner: Any) -> Any:
     family = vision_family(inner.config.to_dict())
     inside = inner.get_submodule(family.tower).modules() if family is not None else ()
     lists = [module for module in inside if isinstance(module, nn.ModuleList)]
-    return max(lists, key=lambda one: sum(parameter.numel() for parameter in one.parameters()), default=())
+    return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()), default=())
 
 
 def layers_of(inner: Any) -> Any:
@@ -127,25 +127,25 @@ def head_of(inner: Any) -> Callable[[Tensor], Tensor]:
         def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
             return Output(last_hidden_state=self.hidden)
 
-    given = Given()
-    head = _with_module(inner, path.split("."), given)
+    inputs = Given()
+    head = _with_module(inner, path.split("."), inputs)
 
     def logits(hidden_UH: Tensor) -> Tensor:
-        given.hidden = hidden_UH[None]
-        found = head(inputs_embeds=given.hidden, use_cache=False).logits[0]
-        given.hidden = None
-        return found
+        inputs.hidden = hidden_UH[None]
+        output = head(inputs_embeds=inputs.hidden, use_cache=False).logits[0]
+        inputs.hidden = None
+        return output
 
     return logits
 
 
 def _with_module(module: Any, path: list[str], other: Any) -> Any:
-    own = _with_module(module._modules[path[0]], path[1:], other) if path else other
+    child = _with_module(module._modules[path[0]], path[1:], other) if path else other
     if not path:
-        return own
-    found = copy.copy(module)
-    found._modules = {**module._modules, path[0]: own}
-    return found
+        return child
+    clone = copy.copy(module)
+    clone._modules = {**module._modules, path[0]: child}
+    return clone
 
 
 def computed_buffers(inner: Any) -> dict[str, Tensor]:

@@ -60,11 +60,11 @@ class SavedAdapters:
         pieces = (
             replace(p, transforms=(merges[p.tensor], *p.transforms)) if p.tensor in merges else p for p in layout.pieces
         )
-        own = {
+        state = {
             name: ParamSpec(tuple(value.shape), str(value.dtype).removeprefix("torch."))
             for name, value in self.params.items()
         }
-        return Layout(layout.rank, layout.params | own, tuple(pieces), layout.fills)
+        return Layout(layout.rank, layout.params | state, tuple(pieces), layout.fills)
 
     def computed_in(self, dtype: str, rounding: Rounding) -> SavedAdapters:
         """These adapters as a model that computes in `dtype` multiplies by them."""
@@ -92,9 +92,9 @@ class SavedAdapters:
 def read_adapters(reader: TorchDistReader, facts: ModelFacts, scale: float = 1.0, prefix: str = "") -> SavedAdapters:
     """Return a checkpoint's adapters by published tensor; `prefix` reads one of Adam's moments instead. Raises
     InputError for an unknown layer."""
-    wanted = adapter_keys(reader.shapes)
-    whole = {key: reader.whole(prefix + key) for key in wanted}
-    if not all(key.startswith(MEGATRON) for key in wanted):
+    adapters = adapter_keys(reader.shapes)
+    whole = {key: reader.whole(prefix + key) for key in adapters}
+    if not all(key.startswith(MEGATRON) for key in adapters):
         return SavedAdapters(_of_modules(reader, facts, whole), scale)
     layout = keys.layout(facts, "float32", keys.style_of(reader.shapes), holds=lambda key: True)
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -106,11 +106,11 @@ def read_adapters(reader: TorchDistReader, facts: ModelFacts, scale: float = 1.0
         tensor_rows, tensor_columns = piece.tensor_box
         a, b = whole[layer + A][lead], whole[layer + B][lead]
         rows, columns = piece.param_box[-2:]
-        outputs = max(one.tensor_box[0].last for one in layout.by_tensor[piece.tensor]) + 1
+        outputs = max(output.tensor_box[0].last for output in layout.by_tensor[piece.tensor]) + 1
         own_a, own_b = pairs.setdefault(piece.tensor, (a.new_zeros(a.shape), b.new_zeros(outputs, b.shape[1])))
         own_a[:, _slice(tensor_columns)] = a[:, _slice(columns)]
         own_b[_slice(tensor_rows)] = b[_slice(rows)]
-    for key in wanted:  # an adapter that belongs to no layer would be lost
+    for key in adapters:  # an adapter that belongs to no layer would be lost
         if f"{key.rpartition('.')[0]}.weight" not in layout.params:
             raise InputError(f"{reader.directory}: {key} belongs to no layer of this model.")
     return SavedAdapters(pairs, scale)

@@ -48,15 +48,15 @@ class MegatronDirectory:
         return directory if (directory / "config.json").is_file() else None
 
 
-def manifest_of(found: MegatronDirectory) -> dict[str, Any]:
+def manifest_of(directory: MegatronDirectory) -> dict[str, Any]:
     """Return the manifest of the run that saved a checkpoint (RUN/checkpoints/step_N/policy). Raises InputError if
     unreadable."""
-    path = Path(found.shards.absolute(), "../../../manifest.json").resolve()
+    path = Path(directory.shards.absolute(), "../../../manifest.json").resolve()
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{found.shards} holds a part of a model, but {path}, which names the model, cannot be read.",
+            f"{directory.shards} holds a part of a model, but {path}, which names the model, cannot be read.",
             "Name the run, or a checkpoint inside of it.",
         ) from error
 
@@ -75,7 +75,9 @@ def find(path: Path) -> MegatronDirectory | None:
         return MegatronDirectory(path, path / name, None if name == RELEASE else int(text))
     for shards in (
         path / "policy",
-        *sorted(path.glob("checkpoints/step_*/policy"), key=lambda found: _iteration_of(found.parent.name) or 0)[::-1],
+        *sorted(path.glob("checkpoints/step_*/policy"), key=lambda folder: _iteration_of(folder.parent.name) or 0)[
+            ::-1
+        ],
     ):
         if (shards / "metadata.json").is_file():
             return MegatronDirectory(path, shards, _iteration_of(shards.parent.name) or 0)
@@ -119,15 +121,15 @@ class Base:
         return find(self.weights) if self.weights != self.directory else None
 
 
-def is_of_run(found: MegatronDirectory) -> bool:
+def is_of_run(directory: MegatronDirectory) -> bool:
     """Whether a checkpoint is one that a run saved: RUN/checkpoints/step_N/policy."""
-    return found.shards.name == "policy"
+    return directory.shards.name == "policy"
 
 
-def computed_in(found: MegatronDirectory) -> tuple[str | None, Rounding]:
+def computed_in(directory: MegatronDirectory) -> tuple[str | None, Rounding]:
     """The dtype that the run of a checkpoint computed in (None: no manifest says), and how it rounded to it."""
     try:
-        manifest = manifest_of(found)
+        manifest = manifest_of(directory)
         config, precision = manifest["config"], manifest["plan"]["training"]["precision"]
         dtype = config["model.dtype"]["value"]
         rounding: Rounding = config.get("optimizer.rounding", {"value": "nearest"})["value"]
@@ -137,19 +139,21 @@ def computed_in(found: MegatronDirectory) -> tuple[str | None, Rounding]:
     return planned if dtype == "auto" else dtype, rounding
 
 
-def base_of(found: MegatronDirectory, named: Named | None = None) -> Base:
+def base_of(checkpoint: MegatronDirectory, source: Named | None = None) -> Base:
     """Return the base model of a checkpoint's run; `named`: its current place. Raises InputError if the manifest is
     unreadable or the model missing or different."""
-    stored = manifest_of(found)
+    stored = manifest_of(checkpoint)
     model, config = stored["model"], stored["config"]
-    directory = named.directory if named else Path(model["directory"])
-    weights = named.weights if named else Path(model.get("weights", directory))
+    directory = source.directory if source else Path(model["directory"])
+    weights = source.weights if source else Path(model.get("weights", directory))
     hint = "Name the model that the run began with, wherever it is now, with --config-from."
     if not (directory / "config.json").is_file() or not weights.is_dir():
-        raise InputError(f"The model that the run of {found.shards} began with is not at {weights} any more.", hint)
+        raise InputError(
+            f"The model that the run of {checkpoint.shards} began with is not at {weights} any more.", hint
+        )
     # A text part, or a model with merged adapters, is known by its source or by its files.
-    prints = {named.fingerprint(), named.own_fingerprint()} if named else {model_fingerprint(directory, weights)}
+    prints = {source.fingerprint(), source.own_fingerprint()} if source else {model_fingerprint(directory, weights)}
     if not prints & {model.get("fingerprint"), model.get("own_fingerprint")}:
-        raise InputError(f"{weights} is not the model that the run of {found.shards} began with.", hint)
-    origin = (named.origin if named else None) or (Path(model["origin"]) if model.get("origin") else None)
+        raise InputError(f"{weights} is not the model that the run of {checkpoint.shards} began with.", hint)
+    origin = (source.origin if source else None) or (Path(model["origin"]) if model.get("origin") else None)
     return Base(directory, weights, config, origin)

@@ -55,8 +55,10 @@ class MegatronModel:
     def masters(self) -> tuple[Layout, dict[str, keys.StoredBlock]]:
         """Return float32 weights and their blocks: the optimizer's, or the model's if equal or frozen."""
         shapes = self.reader.shapes
-        own = {p.param: MASTERS + p.param if MASTERS + p.param in shapes else p.param for p in self.whole.pieces}
-        pieces = tuple(replace(piece, param=own[piece.param]) for piece in self.whole.pieces)
+        master_keys = {
+            p.param: MASTERS + p.param if MASTERS + p.param in shapes else p.param for p in self.whole.pieces
+        }
+        pieces = tuple(replace(piece, param=master_keys[piece.param]) for piece in self.whole.pieces)
         params = {piece.param: shapes[piece.param] for piece in pieces}
         blocks = [chunk for key in params for chunk in self.reader.chunks(key)]
         return keys.chunked(Layout(0, params, pieces), blocks), {chunk.name: chunk for chunk in blocks}
@@ -80,9 +82,9 @@ def names_modules(directory: Path) -> bool:
     return are_of_modules(TorchDistReader.open(directory).shapes)
 
 
-def are_of_modules(keys_: Collection[str]) -> bool:
+def are_of_modules(stored: Collection[str]) -> bool:
     """Whether a checkpoint's keys are transformers' modules, by majority prefix."""
-    return STEP in keys_ or any(key.startswith(MODULE_PREFIXES) for key in keys_)
+    return STEP in stored or any(key.startswith(MODULE_PREFIXES) for key in stored)
 
 
 def open_megatron_model(
@@ -101,19 +103,19 @@ def open_megatron_model(
     shards, hint = directory.shards, "The configuration calls for it; is it this model's?"
     plain = _whole_layout(shards, facts, reader)
     for key, spec in plain.params.items():
-        found, shape = reader.shapes.get(key), spec.shape
-        if found is None:
+        stored_spec, shape = reader.shapes.get(key), spec.shape
+        if stored_spec is None:
             raise InputError(f"{shards}: {key} is missing.", hint)
-        if found.shape != shape:
-            why = f"{key} has shape {list(found.shape)}, but the configuration implies {list(shape)}."
-            raise InputError(f"{shards}: {why}")
-        if (held := sum(prod(span.count for span in chunk.box) for chunk in reader.chunks(key))) != prod(shape):
-            why = f"{shards}: the blocks of {key} hold {held:,} of its {prod(shape):,} elements."
-            raise InputError(why, "Copy the checkpoint again.")
+        if stored_spec.shape != shape:
+            reason = f"{key} has shape {list(stored_spec.shape)}, but the configuration implies {list(shape)}."
+            raise InputError(f"{shards}: {reason}")
+        if (elements := sum(prod(span.count for span in chunk.box) for chunk in reader.chunks(key))) != prod(shape):
+            reason = f"{shards}: the blocks of {key} hold {elements:,} of its {prod(shape):,} elements."
+            raise InputError(reason, "Copy the checkpoint again.")
     # Weights that the model does not have would be lost. The other spelling of a norm is no loss.
-    known = (*(("mtp.",) if without_mtp else ()), *(VALUE_HEADS if valued else ()))
+    allowed = (*(("mtp.",) if without_mtp else ()), *(VALUE_HEADS if valued else ()))
     for key in reader.shapes:
-        lost = not (key in plain.params or key.endswith(keys.NORM_KEYS) or key.startswith(known))
+        lost = not (key in plain.params or key.endswith(keys.NORM_KEYS) or key.startswith(allowed))
         if key.startswith(MODEL_PREFIXES) and lost:
             raise InputError(f"{shards}: {key} belongs to no part of a {shards.name} of this configuration.")
     params = {key: replace(spec, dtype=reader.shapes[key].dtype) for key, spec in plain.params.items()}
@@ -131,8 +133,8 @@ def _whole_layout(shards: Path, facts: ModelFacts, reader: TorchDistReader) -> L
     embeddings = [key for key in keys.VOCAB_KEYS if key in reader.shapes and reader.shapes[key].shape[0] > 1]
     rows = [reader.shapes[key].shape[0] for key in embeddings]
     if not rows or min(rows) < facts.vocab:
-        why = f"{shards} holds no embedding of {facts.vocab} rows."
-        raise InputError(why, "Is it another model's checkpoint?")
+        reason = f"{shards} holds no embedding of {facts.vocab} rows."
+        raise InputError(reason, "Is it another model's checkpoint?")
     return keys.layout(facts, "float32", keys.style_of(reader.shapes), rows[0], holds=reader.shapes.__contains__)
 
 

@@ -92,8 +92,8 @@ def _reading(source: str) -> Iterator[None]:
     except RlctlError as error:
         raise type(error)(f"{source}: {error.message}", error.hint) from error
     except Exception as error:
-        why = f"{source} is damaged ({type(error).__name__}: {first_line(error)})."
-        raise InputError(why, "Take another copy of the checkpoint.") from error
+        reason = f"{source} is damaged ({type(error).__name__}: {first_line(error)})."
+        raise InputError(reason, "Take another copy of the checkpoint.") from error
 
 
 def load_metadata(directory: Path) -> Any:

@@ -168,17 +168,17 @@ class TorchDistReader:
 
     def read(self, chunk: StoredBlock) -> torch.Tensor:
         """The values of a block, contiguous."""
-        held = self._cache.get(chunk.name)
-        if held is not None:
+        cached = self._cache.get(chunk.name)
+        if cached is not None:
             self._cache.move_to_end(chunk.name)
-            return held
+            return cached
         info = self.metadata.storage_data[MetadataIndex(chunk.key, torch.Size(s.start for s in chunk.box))]
         path = self.directory / info.relative_path
         values = load_item(path, info.offset, info.length, chunk.key)
         expected = tuple(span.count for span in chunk.box)
         if values.numel() != prod(expected) or values.dtype != dtype_of(self.shapes[chunk.key].dtype):
-            found, spec = f"{values.dtype} {list(values.shape)}", self.shapes[chunk.key].dtype
-            raise InputError(f"{path}: {chunk.key} holds {found} and not {spec} {list(expected)}.")
+            stored_form, spec = f"{values.dtype} {list(values.shape)}", self.shapes[chunk.key].dtype
+            raise InputError(f"{path}: {chunk.key} holds {stored_form} and not {spec} {list(expected)}.")
         values = values.reshape(expected).contiguous()
         self._cache[chunk.name] = values
         self._held_bytes += values.nbytes

@@ -49,8 +49,8 @@ def why_none(request: Request, rejected: list[Rejected]) -> str:
 
 
 def _closest(request: Request, rejected: list[Rejected]) -> str:
-    why = f" Closest: {rejected[0].plan}: {rejected[0].why}." if rejected else ""
-    return f"No plan fits {request.cluster.describe()}.{why}"
+    closest = f" Closest: {rejected[0].plan}: {rejected[0].why}." if rejected else ""
+    return f"No plan fits {request.cluster.describe()}.{closest}"
 
 
 def _broken_pin(request: Request) -> ConfigError | None:
@@ -59,8 +59,8 @@ def _broken_pin(request: Request) -> ConfigError | None:
         section, _, name = key.partition(".")
         if section not in ("training", "generation") or not isinstance(value, int) or isinstance(value, bool):
             continue
-        known = name in SIZES and name not in ("dp", *(("pp",) if request.names_stage_layers else ()))
-        problem = (size_problem(request.facts, key, value) if known else None) or _alone(request, key)
+        is_size = name in SIZES and name not in ("dp", *(("pp",) if request.names_stage_layers else ()))
+        problem = (size_problem(request.facts, key, value) if is_size else None) or _alone(request, key)
         if problem is not None and (problem.key == key or problem.key not in request.pins):
             options = [v for v in range(1, min(max(2 * value, 16), MOST_TRIED) + 1) if v != value]
             if name == "micro_batch_tokens":
@@ -86,10 +86,10 @@ def _alone(request: Request, key: str, value: int | None = None) -> Problem | No
     if engines:
         devices = tried.pin("generation.devices", devices)
     problem: Problem | None = None
-    for _, found in (engine_search.ruled_engines if engines else search.ruled_trainings)(tried, devices):
-        if not found:
+    for _, ruled in (engine_search.ruled_engines if engines else search.ruled_trainings)(tried, devices):
+        if not ruled:
             return None
-        problem = problem or (None if engines else next((p for p in found if p.key == key), None)) or found[0]
+        problem = problem or (None if engines else next((p for p in ruled if p.key == key), None)) or ruled[0]
     none = f"no engines of that size fit {devices} devices" if engines else f"{devices} devices do not split that way"
     return problem or Problem(key, none)
 
@@ -137,8 +137,8 @@ def _cheapest_change(request: Request) -> str | None:
             return f"It fits with {words}."
         if plans and planned is None:
             because = plans[0].not_runnable_because
-            why = f" ({because[0]})" if because else " (which rlctl does not run yet)"
-            planned = f"It would fit with {words}{why}."
+            because_ = f" ({because[0]})" if because else " (which rlctl does not run yet)"
+            planned = f"It would fit with {words}{because_}."
     return planned
 
 
@@ -182,7 +182,10 @@ def _larger_device(request: Request) -> str | None:
     first."""
     cluster = request.cluster
     larger = [device for device in DEVICES.values() if device.memory > cluster.device.memory and not cluster.is_cpu]
-    for device in sorted(larger, key=lambda one: (one.gpus_per_node != cluster.gpus_per_node, one.memory)):
+    for device in sorted(
+        larger,
+        key=lambda larger_cluster: (larger_cluster.gpus_per_node != cluster.gpus_per_node, larger_cluster.memory),
+    ):
         there = replace(cluster, device=device)
         fits = device.gpus_per_node >= cluster.gpus_per_node
         if fits and any(plan.runnable for plan in feasible_plans(replace(request, cluster=there))[0]):

@@ -40,11 +40,11 @@ def improvements(plan: Plan) -> list[Improvement]:
     cluster = plan.cluster
     if plan.training is None or cluster.is_cpu or cluster.gpus > MOST_GPUS:
         return []
-    found = []
+    changes = []
     for words, request in _single_changes(plan):
-        if plans := [one for one in feasible_plans(request)[0] if one.runnable]:
-            found.append(Improvement(words, plans[0].total_s, request.cluster.gpus))
-    return sorted(found, key=lambda improvement: improvement.seconds * improvement.gpus / cluster.gpus)
+        if plans := [plan_ for plan_ in feasible_plans(request)[0] if plan_.runnable]:
+            changes.append(Improvement(words, plans[0].total_s, request.cluster.gpus))
+    return sorted(changes, key=lambda improvement: improvement.seconds * improvement.gpus / cluster.gpus)
 
 
 def _single_changes(plan: Plan) -> Iterator[tuple[str, Request]]:
@@ -68,10 +68,10 @@ def _single_changes(plan: Plan) -> Iterator[tuple[str, Request]]:
     yield "GPUs with twice the memory", replace(request, cluster=replace(cluster, device=larger))
 
 
-def improvements_text(plan: Plan, found: list[Improvement]) -> list[str]:
+def improvements_text(plan: Plan, changes: list[Improvement]) -> list[str]:
     """Return lines on limits, and on changes with gain and cost."""
     lines = [limits(plan)]
-    for improvement in found:
+    for improvement in changes:
         gain = plan.total_s / improvement.seconds - 1
         cost = improvement.seconds * improvement.gpus / (plan.total_s * plan.cluster.gpus) - 1
         more = f", {100 * cost:+.0f}% GPU-hours" if improvement.gpus != plan.cluster.gpus else ""

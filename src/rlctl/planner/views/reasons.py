@@ -34,8 +34,8 @@ def reasons_for(plan: Plan, request: Request, rejected: list[Rejected], backend_
 def _ruled(plan: Plan, request: Request, rejected: list[Rejected], backend_rule: str) -> Iterator[Ruled]:
     training, generation, cluster = plan.training, plan.generation, plan.cluster
     if cluster != request.cluster:
-        asked = f"{request.cluster.nodes} x {request.cluster.gpus_per_node}"
-        fewest = f"This part of the {asked} GPUs uses the fewest GPU seconds a step."
+        available = f"{request.cluster.nodes} x {request.cluster.gpus_per_node}"
+        fewest = f"This part of the {available} GPUs uses the fewest GPU seconds a step."
         yield "cluster", f"{cluster.nodes} x {cluster.gpus_per_node}", fewest
     if cluster.device.note:
         yield "device", cluster.device.name, cluster.device.note
@@ -115,8 +115,8 @@ def _size_rule(plan: Plan, t: TrainingChoice, key: str, request: Request, reject
         return "More stages a rank would add more communication than they save of the pipeline bubble."
     if key == "vpp":
         return "It shortens the pipeline bubble."
-    if found := _why_not(plan, rejected, t, key):
-        return found
+    if reason := _why_not(plan, rejected, t, key):
+        return reason
     if request.workload.goal != "fast":
         return f"Best layout that fits for --goal {request.workload.goal}."
     if not plan.cluster.is_cpu and has_published_sizes(plan.facts, plan.cluster, t):
@@ -128,7 +128,10 @@ def _size_rule(plan: Plan, t: TrainingChoice, key: str, request: Request, reject
 
 def _slower_than_some(plan: Plan, side: str) -> bool:
     """Whether another layout of a side has a shorter predicted step, within the prediction's error."""
-    return any(one.side == side and (one.seconds or math.inf) < 0.995 * plan.total_s for one in plan.next_best)
+    return any(
+        alternative.side == side and (alternative.seconds or math.inf) < 0.995 * plan.total_s
+        for alternative in plan.next_best
+    )
 
 
 def _training_rules(plan: Plan, t: TrainingChoice, request: Request, rejected: list[Rejected]) -> Iterator[Ruled]:
@@ -144,15 +147,15 @@ def _training_rules(plan: Plan, t: TrainingChoice, request: Request, rejected: l
     rows = f"A row holds the longest {longest} ({request.workload.max_length:,} tokens), or more if that is faster; "
     yield "training.micro_batch_tokens", t.micro_batch_tokens, f"{rows}{number} a rank and optimizer step."
     if plan.facts.unpacked:
-        why = unpacked_rule(plan.facts)
-        yield "training.packing", False, f"{why[0].upper()}{why[1:]}."
+        reason = unpacked_rule(plan.facts)
+        yield "training.packing", False, f"{reason[0].upper()}{reason[1:]}."
     share, peak = HEADROOM[request.workload.goal], plan.memory["training"].total / GIB
     least = f"The least recomputation that keeps training ({peak:.1f} GiB) within {100 * share:.0f}% of "
     yield "training.recompute", t.recompute, f"{least}{cluster.device.memory / GIB:.1f} GiB."
     offload = "Nothing else fits." if t.optimizer_offload else "Optimizer states fit on the devices."
-    if given := _given(plan, "training.optimizer_offload"):
+    if pin := _given(plan, "training.optimizer_offload"):
         useless = t.optimizer_offload and cluster.is_cpu
-        offload = given + " It saves nothing: a CPU's device memory is host memory." * useless
+        offload = pin + " It saves nothing: a CPU's device memory is host memory." * useless
     yield "training.optimizer_offload", t.optimizer_offload, offload
     if t.reference_offload:
         yield "reference", "host memory", "Its weights swap with the policy's to compute log-probs."
@@ -199,9 +202,9 @@ def _teacher_rules(plan: Plan, teacher: TeacherPlan) -> Iterator[Ruled]:
 
 def _engine_size_rule(plan: Plan, g: GenerationChoice, key: str, best: str) -> str:
     if key == "dp" and g.dp > 1:
-        held = weight_bytes(plan.facts, g) / GIB
+        weights_gib = weight_bytes(plan.facts, g) / GIB
         whole = weight_bytes(plan.facts, replace(g, dp=1, ep=1)) / GIB
-        return f"{best}: a GPU holds and reads {held:.0f} GiB of weights, against {whole:.0f} with one replica."
+        return f"{best}: a GPU holds and reads {weights_gib:.0f} GiB of weights, against {whole:.0f} with one replica."
     if key == "ep" and g.ep > 1 and g.dp > 1:
         return f"Replicas share the experts: TP x DP = {g.tp * g.dp}."
     if getattr(g, key) > 1:
@@ -226,8 +229,8 @@ def _half_tp(plan: Plan, g: GenerationChoice, request: Request) -> str:
         weights = weight_bytes(plan.facts, half) / GIB
         return f"; with TP{half.tp}, {weights:.0f} GiB of weights leave no room for one sequence"
     half = replace(half, kv_cache_bytes=size, kv_cache_tokens=tokens)
-    one, other = (generation_time(request, choice).total for choice in (g, half))
-    return f" ({one:.0f} s; TP{half.tp}: {other:.0f} s)"
+    whole_s, other = (generation_time(request, choice).total for choice in (g, half))
+    return f" ({whole_s:.0f} s; TP{half.tp}: {other:.0f} s)"
 
 
 def _generation_rules(plan: Plan, g: GenerationChoice, request: Request) -> Iterator[Ruled]:

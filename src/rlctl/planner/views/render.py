@@ -82,7 +82,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "beside": beside and {"plan": beside.name(), "seconds": round(beside.total_s, 3)},
         "tokens_per_s_per_gpu": round(plan.tokens_per_s_per_gpu, 2),
         "mfu": round(plan.mfu, 4),
-        "next_best": [vars(one) for one in plan.next_best],
+        "next_best": [vars(alternative) for alternative in plan.next_best],
         "reasons": [{"value": reason.value, "rule": reason.rule} for reason in plan.reasons],
         "rejected": [{"plan": other.plan, "why": other.why} for other in plan.rejected],
     }
@@ -114,7 +114,7 @@ def no_plan_values(error: NoPlanError) -> dict[str, Any]:
         "seconds": dict.fromkeys([*(phase.value for phase in Phase), "total"]),
         "next_best": [],
         "reasons": [],
-        "rejected": [{"plan": plan, "why": why} for plan, why in error.rejected],
+        "rejected": [{"plan": plan, "why": reason} for plan, reason in error.rejected],
     }
 
 
@@ -132,28 +132,28 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
     if teacher is not None:
         where = "next to the policy; " if not cluster.is_cpu else ""
         layout = f"{teacher.choice.parallel.name()}, {teacher.choice.precision}"
-        said = f"{_size(teacher.facts)} parameters, {layout}, {where}{teacher.seconds:.1f} s a step"
-        lines += wrapped(said, f"  {'scores' if teacher.choice.valued else 'teacher':<12}", INDENT)
+        summary = f"{_size(teacher.facts)} parameters, {layout}, {where}{teacher.seconds:.1f} s a step"
+        lines += wrapped(summary, f"  {'scores' if teacher.choice.valued else 'teacher':<12}", INDENT)
     if generation is not None:
         g, tokens = generation, generation.kv_cache_tokens
         share = f", {g.memory_fraction:.0%} of the GPU" if g.memory_fraction is not None else ""
         cache = f"KV cache {g.kv_cache_bytes / GIB:.1f} GiB = {tokens:,} tokens"
         lines += wrapped(f"vllm  {g.name()}{share}, {cache}", "  generation  ", INDENT)
-        own = f"{'cores' if cluster.is_cpu else 'GPUs'} of their own ({plan.engine_devices})"
-        where = "on the same devices" if plan.colocated else f"on {own}"
+        placement = f"{'cores' if cluster.is_cpu else 'GPUs'} of their own ({plan.engine_devices})"
+        where = "on the same devices" if plan.colocated else f"on {placement}"
         placed = f", {where}; refit by {plan.mover}" if training is not None else ""
         full = tokens // plan.workload.max_length
         bound = f"; the KV cache bounds them: {full:,} of full length at once" if full < g.max_concurrent else ""
         most = f"at most {g.max_concurrent:,} sequences at once in each replica{bound}{placed}"
         lines += wrapped(most, INDENT, INDENT)
     if (saved := _checkpoint(plan)) is not None:
-        said = f"{saved['gb']:,.1f} GB; a save stops training for {saved['copy_s']:.0f} s and writes for another "
-        lines += wrapped(f"{said}{saved['write_s']:.0f} s meanwhile", "  checkpoint  ", INDENT)
+        summary = f"{saved['gb']:,.1f} GB; a save stops training for {saved['copy_s']:.0f} s and writes for another "
+        lines += wrapped(f"{summary}{saved['write_s']:.0f} s meanwhile", "  checkpoint  ", INDENT)
     lines += ["", *_memory_table(plan), "", *_seconds_table(plan)]
     if reasons:
         lines += ["", "  not chosen", *aligned(_not_chosen(plan) or [("", "There is no other layout.")])]
     if not plan.runnable:
-        lines += ["", "  rlctl cannot run this plan yet", *(f"    {why}" for why in plan.not_runnable_because)]
+        lines += ["", "  rlctl cannot run this plan yet", *(f"    {reason}" for reason in plan.not_runnable_because)]
     if reasons:
         lines += ["", "  why", *aligned((reason.value, reason.rule) for reason in plan.reasons)]
     return "\n".join(lines)
@@ -232,12 +232,14 @@ def _memory_table(plan: Plan) -> list[str]:
             rows.append(f"    {part:<24}" + "".join(f"{value:>12.2f}" if value else f"{'':>12}" for value in values))
     rows.append(f"    {'total':<24}" + "".join(f"{plan.memory[phase].total / GIB:>12.2f}" for phase in phases))
     available, host = plan.cluster.device.memory / GIB, plan.cluster.device.host_memory / GIB
-    known = f" of {host:,.0f}" if host else ""
-    rows.append(f"    of {available:.1f} GiB; host memory of a node {plan.host_memory / GIB:,.0f} GiB{known}")
+    total_host = f" of {host:,.0f}" if host else ""
+    rows.append(f"    of {available:.1f} GiB; host memory of a node {plan.host_memory / GIB:,.0f} GiB{total_host}")
     if not plan.save_copies and plan.training is not None and plan.request.saves:
-        why = "run.save_copies=false" if plan.request.save_copies is False else "host memory is short"
+        reason = "run.save_copies=false" if plan.request.save_copies is False else "host memory is short"
         seconds = save_of(plan.request, plan.training, plan.save_copies).copy_s
-        rows.append(f"    a save copies nothing, and training waits about {seconds:.0f} s until it is written: {why}")
+        rows.append(
+            f"    a save copies nothing, and training waits about {seconds:.0f} s until it is written: {reason}"
+        )
     return [row.rstrip() for row in rows]
 
 
@@ -248,7 +250,7 @@ def _seconds_table(plan: Plan) -> list[str]:
     parts = "  ".join(kept(f"{name} {seconds:.1f}{between.get(name, '')}") for name, seconds in listed)
     devices = "node" if plan.cluster.is_cpu else "GPU"
     used = f", MFU {plan.mfu:.0%} while training" if plan.training is not None else ""
-    what = f"  seconds{' a step' * (plan.training is not None)}, predicted   "
+    title = f"  seconds{' a step' * (plan.training is not None)}, predicted   "
     lines = []
     if (waits := plan.waits) is not None:
         trains = sum(plan.seconds[phase] for phase in (Phase.LOGPROBS, Phase.TRAINING, Phase.OTHER))
@@ -259,7 +261,7 @@ def _seconds_table(plan: Plan) -> list[str]:
     if plan.beside is not None:
         lines.append(f"with engines on the policy's devices a step would take {plan.beside.total_s:.1f} s")
     return [
-        *wrapped(parts, what, " " * len(what)),
+        *wrapped(parts, title, " " * len(title)),
         *(part for line in lines for part in wrapped(line, "    ", "    ")),
         f"    {plan.tokens_per_s_per_gpu:,.0f} tokens/s a {devices}{used}",
     ]

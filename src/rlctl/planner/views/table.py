@@ -30,8 +30,8 @@ def rows_text(rows: Sequence[dict[str, Any]]) -> str:
     cells: list[tuple[str, ...]] = [NAMES]
     for row in rows:
         if not row["fits"]:
-            why = row["why"].removesuffix(".")
-            cells.append((str(row["gpus"]), "-", "", "", "", "", why if len(why) <= 60 else f"{why[:57]}..."))
+            reason = row["why"].removesuffix(".")
+            cells.append((str(row["gpus"]), "-", "", "", "", "", reason if len(reason) <= 60 else f"{reason[:57]}..."))
             continue
         low, high = row["seconds_range"]
         numbers = (f"{row['seconds']:.0f}", f"{low:.0f} to {high:.0f}", f"{row['tokens_per_s_per_gpu']:,.0f}")

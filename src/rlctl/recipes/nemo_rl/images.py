@@ -9,7 +9,7 @@ from typing import Any
 
 from rlctl.config.recipes import Import
 from rlctl.recipes.nemo_rl.mapping_rules import MEGATRON, megatron_on
-from rlctl.recipes.rules import Found, Rule
+from rlctl.recipes.rules import Leaf, Rule
 from rlctl.settings.data import VisionPart
 
 MODEL = "policy.model_name"
@@ -23,51 +23,54 @@ _PLACEHOLDER = re.compile(r"</?\|?\w*(image|img|vision|video|so_|audio|sound)\w*
 """Texts of tokens that stand for images or sound, or around them."""
 
 
-def reads_images(found: Found) -> bool:
+def reads_images(leaf: Leaf) -> bool:
     """Return whether the recipe's model is trained with its vision part."""
-    return found.result.values.get("model.images") is True
+    return leaf.result.values.get("model.images") is True
 
 
-def keeps_template(found: Found) -> bool:
+def keeps_template(leaf: Leaf) -> bool:
     """Return whether the chat template of the model's processor stays, whatever the recipe's is; the command line can
     replace it."""
-    return reads_images(found) and found.name not in found.result.overridden
+    return reads_images(leaf) and leaf.name not in leaf.result.overridden
 
 
 def freezes(*parts: VisionPart) -> Rule:
     """Return the rule of a switch that freezes parts of a model that reads images."""
 
-    def rule(found: Found) -> None:
-        if not reads_images(found):
-            found.skip("the text part alone is trained")
-        elif not found.value:
-            found.skip("it is off")
+    def rule(leaf: Leaf) -> None:
+        if not reads_images(leaf):
+            leaf.skip("the text part alone is trained")
+        elif not leaf.value:
+            leaf.skip("it is off")
         else:
-            own: tuple[VisionPart, ...] = parts
-            if parts == ("vision",) and found.name.endswith("_tower") and "qwen" in str(found.get(MODEL)).lower():
-                own = ("vision", "projector")  # Automodel freezes the whole of `visual`, which holds Qwen's projector
-            frozen = {*found.result.values.get("model.freeze", ()), *own}
-            found.map_all({"model.freeze": [part for part in PARTS if part in frozen]})
+            vision: tuple[VisionPart, ...] = parts
+            if parts == ("vision",) and leaf.name.endswith("_tower") and "qwen" in str(leaf.get(MODEL)).lower():
+                vision = (
+                    "vision",
+                    "projector",
+                )  # Automodel freezes the whole of `visual`, which holds Qwen's projector
+            frozen = {*leaf.result.values.get("model.freeze", ()), *vision}
+            leaf.map_all({"model.freeze": [part for part in PARTS if part in frozen]})
 
     return rule
 
 
-def forbidden_words(found: Found) -> None:
+def forbidden_words(leaf: Leaf) -> None:
     """Leave out words that rlctl never samples: tokens that stand for images, or around them."""
-    others = [word for word in found.value or () if not _PLACEHOLDER.fullmatch(str(word))]
+    others = [word for word in leaf.value or () if not _PLACEHOLDER.fullmatch(str(word))]
     if others:
-        found.say("not yet", f"tokens of images are never sampled, and no other words are forbidden: {others[0]}")
+        leaf.say("not yet", f"tokens of images are never sampled, and no other words are forbidden: {others[0]}")
     else:
-        found.skip("tokens that stand for images are never sampled")
+        leaf.skip("tokens that stand for images are never sampled")
 
 
-def media_limit(found: Found) -> None:
+def media_limit(leaf: Leaf) -> None:
     """Map the most images of a prompt, after which vLLM reserves memory."""
-    kind = found.name.rpartition(".")[2]
-    if kind == "image" and isinstance(found.value, int):
-        found.map("vllm.limit_mm_per_prompt", {"image": found.value})
+    kind = leaf.name.rpartition(".")[2]
+    if kind == "image" and isinstance(leaf.value, int):
+        leaf.map("vllm.limit_mm_per_prompt", {"image": leaf.value})
     else:
-        found.skip("prompts are texts and images")
+        leaf.skip("prompts are texts and images")
 
 
 def on_dtensor(result: Import, leaves: Mapping[str, Any]) -> None:
@@ -79,14 +82,18 @@ def on_dtensor(result: Import, leaves: Mapping[str, Any]) -> None:
     sources = {result.source[key] for key in left_out}
     for key in left_out:
         del result.values[key], result.source[key]
-    told = "images are trained by the backend dtensor, which has no such key"
+    reason = "images are trained by the backend dtensor, which has no such key"
     result.entries = [
-        replace(one, status="not applicable", note=told) if one.key in sources and one.status != "not yet" else one
-        for one in result.entries
+        replace(entry, status="not applicable", note=reason)
+        if entry.key in sources and entry.status != "not yet"
+        else entry
+        for entry in result.entries
     ]
     if result.values.get("training.recompute") == "selective":
         result.values["training.recompute"] = "full"
     switch = f"{MEGATRON}.enabled"
     result.set("training.backend", "dtensor", switch)
-    said = "runs with training.backend: dtensor, because Megatron trains no images here"
-    result.entries = [replace(one, status="changed", note=said) if one.key == switch else one for one in result.entries]
+    remark = "runs with training.backend: dtensor, because Megatron trains no images here"
+    result.entries = [
+        replace(entry, status="changed", note=remark) if entry.key == switch else entry for entry in result.entries
+    ]

@@ -13,7 +13,7 @@ from typing import Any
 from rlctl.config.files import read_text
 from rlctl.config.passthrough import installed_field
 from rlctl.config.recipes import Import, short
-from rlctl.recipes.rules import Found, Rule, differs, hand_on, logs, only, to, when
+from rlctl.recipes.rules import Leaf, Rule, differs, hand_on, logs, only, to, when
 
 MEGATRON, DTENSOR, VLLM = "policy.megatron_cfg", "policy.dtensor_cfg", "policy.generation.vllm_cfg"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
@@ -85,12 +85,12 @@ def without(reason: str) -> Rule:
     """Return the rule of a key without counterpart. Overridden Megatron-Core fields are still passed on, and checked
     there."""
 
-    def rule(found: Found) -> None:
-        changed = found.name in found.result.overridden and found.value != found.result.before.get(found.name)
-        if changed and found.name.startswith(MEGATRON) and is_field(found.name):
-            passes()(found)
+    def rule(leaf: Leaf) -> None:
+        changed = leaf.name in leaf.result.overridden and leaf.value != leaf.result.before.get(leaf.name)
+        if changed and leaf.name.startswith(MEGATRON) and is_field(leaf.name):
+            passes()(leaf)
         else:
-            found.skip(reason)
+            leaf.skip(reason)
 
     return rule
 
@@ -160,13 +160,13 @@ OTHER_INPUTS = re.compile(r"(^|[-_/.])(a?vlm?|omni|vision|audio|video)([-_.]|$)"
 
 def data_names(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Return the names of a recipe's data sets, those of a list too, by their keys."""
-    found = {f"{place}.dataset_name": leaves.get(f"{place}.dataset_name") for place in PLACES}
+    names = {f"{place}.dataset_name": leaves.get(f"{place}.dataset_name") for place in PLACES}
     for place in PLACES:
         listed = leaves.get(place)
         for index, each in enumerate(listed if isinstance(listed, list) else ()):
             if isinstance(each, Mapping):
-                found[f"{place}.{index}.dataset_name"] = each.get("dataset_name")
-    return {key: name for key, name in found.items() if name is not None}
+                names[f"{place}.{index}.dataset_name"] = each.get("dataset_name")
+    return {key: name for key, name in names.items() if name is not None}
 
 
 def of_images(leaves: Mapping[str, Any]) -> bool:
@@ -248,23 +248,23 @@ def of_texts(result: Import) -> bool:
 
 def across_tokenizers(rule: Rule, otherwise: str | Rule = "the teacher has the policy's tokenizer") -> Rule:
     """Return the rule of a key for off-policy distillation, whose teacher has another tokenizer."""
-    return when(lambda found: found.result.values.get("run.algorithm") == "distill", rule, otherwise)
+    return when(lambda leaf: leaf.result.values.get("run.algorithm") == "distill", rule, otherwise)
 
 
-def loss_scaling(found: Found) -> None:
+def loss_scaling(leaf: Leaf) -> None:
     """Map whether the divergence is scaled to the cross entropy, which has the weight 1 then."""
-    if found.value:
-        found.map_all({"distillation.balanced": True, "distillation.sft_weight": 1.0})
+    if leaf.value:
+        leaf.map_all({"distillation.balanced": True, "distillation.sft_weight": 1.0})
     else:
-        why = "the divergence of chunks is averaged over all tokens of a batch, and not over its chunks"
-        found.set("distillation.weight", found.get("loss_fn.kl_loss_weight") or 1.0)
-        found.set("distillation.sft_weight", found.get("loss_fn.ce_loss_scale") or 0.0)
-        found.say("changed", why)
+        reason = "the divergence of chunks is averaged over all tokens of a batch, and not over its chunks"
+        leaf.set("distillation.weight", leaf.get("loss_fn.kl_loss_weight") or 1.0)
+        leaf.set("distillation.sft_weight", leaf.get("loss_fn.ce_loss_scale") or 0.0)
+        leaf.say("changed", reason)
 
 
-def data_files(found: Found) -> tuple[str, None, None, None] | None:
+def data_files(leaf: Leaf) -> tuple[str, None, None, None] | None:
     """Return the name of plain texts: a file of rows, or the part of a data set of the hub that files are of."""
-    path, subset = str(found.get("data_files", *DATA)), found.get("subset", *DATA)
+    path, subset = str(leaf.get("data_files", *DATA)), leaf.get("subset", *DATA)
     if files := re.fullmatch(r"hf://datasets/([^/]+/[^/]+)/([^/*]+)/[^/]*", path):
         return f"{files[1]}:{files[2]}", None, None, None
     if path.endswith((".jsonl", ".json", ".csv", ".parquet")) and "*" not in path and "://" not in path:
@@ -272,13 +272,13 @@ def data_files(found: Found) -> tuple[str, None, None, None] | None:
     return None if re.search(r"[*]|://|\.\w+$", path) else (f"{path}:{subset}" if subset else path, None, None, None)
 
 
-def average_of_texts(found: Found) -> None:
+def average_of_texts(leaf: Leaf) -> None:
     """The supervised part of a DPO loss is averaged over tokens where the preferences are."""
-    same = bool(found.value) == bool(found.get("dpo.preference_average_log_probs"))
-    if same or not found.get("dpo.sft_loss_weight"):
-        found.skip("read with dpo.preference_average_log_probs")
+    same = bool(leaf.value) == bool(leaf.get("dpo.preference_average_log_probs"))
+    if same or not leaf.get("dpo.sft_loss_weight"):
+        leaf.skip("read with dpo.preference_average_log_probs")
     else:
-        found.say("not yet", "it is averaged where dpo.preference_average_log_probs is on", "preference.average")
+        leaf.say("not yet", "it is averaged where dpo.preference_average_log_probs is on", "preference.average")
 
 
 OF_LATER = "loss_fn.positive_example_nll_weight"
@@ -324,216 +324,216 @@ def left_out(algorithm: str | None, leaves: Mapping[str, Any]) -> dict[str, Any]
     return {key: value for key, value in values.items() if key not in leaves}
 
 
-def step_rollouts(found: Found) -> int:
-    return (found.get("num_prompts_per_step", *STEPS) or 1) * (found.get("num_generations_per_prompt", *STEPS) or 1)
+def step_rollouts(leaf: Leaf) -> int:
+    return (leaf.get("num_prompts_per_step", *STEPS) or 1) * (leaf.get("num_generations_per_prompt", *STEPS) or 1)
 
 
-def kl_type(found: Found) -> None:
+def kl_type(leaf: Leaf) -> None:
     """Map the direction of the divergence over the teacher's most likely tokens."""
-    shares = {"forward": 1.0, "reverse": 0.0, "mixed": found.leaves.get("loss_fn.mixed_kl_weight", 0.5)}
-    if (share := shares.get(found.value)) is None:
-        known = "rlctl knows forward, reverse, and mixed with its mixed_kl_weight"
-        found.say("not yet", known, "distillation.forward_share")
+    shares = {"forward": 1.0, "reverse": 0.0, "mixed": leaf.leaves.get("loss_fn.mixed_kl_weight", 0.5)}
+    if (share := shares.get(leaf.value)) is None:
+        options = "rlctl knows forward, reverse, and mixed with its mixed_kl_weight"
+        leaf.say("not yet", options, "distillation.forward_share")
     else:
-        found.map_all({"distillation.loss": "top-k", "distillation.forward_share": share})
+        leaf.map_all({"distillation.loss": "top-k", "distillation.forward_share": share})
 
 
-def kl_weight(found: Found) -> None:
+def kl_weight(leaf: Leaf) -> None:
     """Map the weight of each token's KL penalty. NeMo-RL has one in each case since version 0.7."""
-    if found.value:
-        found.map("loss.kl_weight", "importance")
-    elif found.value is None or OF_LATER in found.leaves:
-        found.map("loss.kl_weight", "policy")
+    if leaf.value:
+        leaf.map("loss.kl_weight", "importance")
+    elif leaf.value is None or OF_LATER in leaf.leaves:
+        leaf.map("loss.kl_weight", "policy")
     else:
-        found.skip("what rlctl does")
+        leaf.skip("what rlctl does")
 
 
-def sequence_ratios(found: Found) -> None:
+def sequence_ratios(leaf: Leaf) -> None:
     """Map ratios of sequences; NeMo-RL then also corrects for the engine by the product over a sequence."""
-    if found.get("loss_fn.use_importance_sampling_correction"):
-        found.set("loss.importance_level", "sequence")
-    found.map("run.algorithm", "gspo")
+    if leaf.get("loss_fn.use_importance_sampling_correction"):
+        leaf.set("loss.importance_level", "sequence")
+    leaf.map("run.algorithm", "gspo")
 
 
-def estimator(found: Found) -> None:
+def estimator(leaf: Leaf) -> None:
     """Map the form of advantages."""
-    weights = found.get("grpo.adv_estimator.reward_weights")
-    if found.value in (None, "grpo"):
-        found.skip("what rlctl does")
-    elif found.value == "gae" and found.result.values.get("run.algorithm") == "ppo":
-        found.skip("what --algorithm ppo does")
-    elif found.value == "reinforce_plus_plus":
-        minus = found.get("grpo.adv_estimator.minus_baseline") is not False
-        found.map("run.algorithm", "reinforce++-baseline" if minus else "reinforce++")
-    elif found.value == "gdpo" and environment_used(found.leaves) == GYM and weights:
-        found.say("not yet", "the parts of NeMo Gym's rewards have the weight 1", "advantage.per_term")
-    elif found.value == "gdpo" and environment_used(found.leaves) in (MULTI_REWARD, GYM):
-        found.map_all({"advantage.per_term": True, "advantage.whiten": True, "advantage.whiten_over": "rollouts"})
-    elif found.value == "gdpo":
-        why = f"it compares the terms of a reward, which {MULTI_REWARD} and NeMo Gym have"
-        found.say("not yet", why, "reward.terms")
+    weights = leaf.get("grpo.adv_estimator.reward_weights")
+    if leaf.value in (None, "grpo"):
+        leaf.skip("what rlctl does")
+    elif leaf.value == "gae" and leaf.result.values.get("run.algorithm") == "ppo":
+        leaf.skip("what --algorithm ppo does")
+    elif leaf.value == "reinforce_plus_plus":
+        minus = leaf.get("grpo.adv_estimator.minus_baseline") is not False
+        leaf.map("run.algorithm", "reinforce++-baseline" if minus else "reinforce++")
+    elif leaf.value == "gdpo" and environment_used(leaf.leaves) == GYM and weights:
+        leaf.say("not yet", "the parts of NeMo Gym's rewards have the weight 1", "advantage.per_term")
+    elif leaf.value == "gdpo" and environment_used(leaf.leaves) in (MULTI_REWARD, GYM):
+        leaf.map_all({"advantage.per_term": True, "advantage.whiten": True, "advantage.whiten_over": "rollouts"})
+    elif leaf.value == "gdpo":
+        reason = f"it compares the terms of a reward, which {MULTI_REWARD} and NeMo Gym have"
+        leaf.say("not yet", reason, "reward.terms")
     else:
-        found.say("not yet", f"{found.value} is not imported; rlctl has --algorithm and advantage.*", "run.algorithm")
+        leaf.say("not yet", f"{leaf.value} is not imported; rlctl has --algorithm and advantage.*", "run.algorithm")
 
 
-def gae_lambda(found: Found) -> None:
+def gae_lambda(leaf: Leaf) -> None:
     """Map lambda. NeMo-RL may use another one for returns than for advantages, or one that depends on rollout
     length."""
-    own = [found.get(f"grpo.adv_estimator.{name}") for name in ("gae_lambda_value", "gae_lambda_policy")]
-    value, policy = (found.value if one is None else one for one in own)
-    if value != policy or found.get("grpo.adv_estimator.length_adaptive_alpha"):
-        found.say("not yet", "the critic and the policy have one lambda (critic.gae_lambda)", "critic.gae_lambda")
+    ends = [leaf.get(f"grpo.adv_estimator.{name}") for name in ("gae_lambda_value", "gae_lambda_policy")]
+    value, policy = (leaf.value if end is None else end for end in ends)
+    if value != policy or leaf.get("grpo.adv_estimator.length_adaptive_alpha"):
+        leaf.say("not yet", "the critic and the policy have one lambda (critic.gae_lambda)", "critic.gae_lambda")
     else:
-        found.map("critic.gae_lambda", policy)
+        leaf.map("critic.gae_lambda", policy)
 
 
-def value_clip(found: Found) -> None:
+def value_clip(leaf: Leaf) -> None:
     """Map the largest movement of a value; none where NeMo-RL has no number."""
-    found.set("critic.value_clip", found.value or None)
-    found.say("mapped", f"critic.value_clip: {found.value or 'none'}")
+    leaf.set("critic.value_clip", leaf.value or None)
+    leaf.say("mapped", f"critic.value_clip: {leaf.value or 'none'}")
 
 
-def kl_in_reward(found: Found) -> None:
+def kl_in_reward(leaf: Leaf) -> None:
     """Map the place of the KL penalty: PPO's may be in the reward of each token."""
-    if found.result.values.get("run.algorithm") == "ppo":
-        found.map("loss.kl_in", "reward" if found.value else "loss")
-    elif found.value:
-        found.say("not yet", "it is not imported yet; rlctl has loss.kl_in=reward", "loss.kl_in")
+    if leaf.result.values.get("run.algorithm") == "ppo":
+        leaf.map("loss.kl_in", "reward" if leaf.value else "loss")
+    elif leaf.value:
+        leaf.say("not yet", "it is not imported yet; rlctl has loss.kl_in=reward", "loss.kl_in")
     else:
-        found.skip("what rlctl does")
+        leaf.skip("what rlctl does")
 
 
 DEEPSEEK_COPIES, DEEPSEEK = ("docs/guides/deepseek.md", "/path/to/dsv3-bf16-checkpoint"), "deepseek-ai/DeepSeek-V3"
 """Names that NeMo-RL's recipes of DeepSeek-V3 have in place of a model, and the model that they mean."""
 
 
-def model_name(found: Found) -> None:
+def model_name(leaf: Leaf) -> None:
     """Map the model. For an unmade bfloat16 copy of DeepSeek-V3, use the published float8 model."""
-    if any(one in str(found.value) for one in DEEPSEEK_COPIES):
-        found.map_all({"model.name": DEEPSEEK}, "its published float8 weights are read, and no copy needs to be made")
+    if any(name in str(leaf.value) for name in DEEPSEEK_COPIES):
+        leaf.map_all({"model.name": DEEPSEEK}, "its published float8 weights are read, and no copy needs to be made")
     else:
-        found.map("model.name", found.value)
+        leaf.map("model.name", leaf.value)
 
 
-def of_the_policy(found: Found) -> None:
+def of_the_policy(leaf: Leaf) -> None:
     """The value model begins as the policy's model does."""
-    if found.value in (None, found.get("policy.model_name")):
-        found.skip("the critic is of the policy's model")
+    if leaf.value in (None, leaf.get("policy.model_name")):
+        leaf.skip("the critic is of the policy's model")
     else:
-        found.say("not yet", "the critic is of the policy's model (model.name)", "model.name")
+        leaf.say("not yet", "the critic is of the policy's model (model.name)", "model.name")
 
 
 LEARNED = re.compile(r"optimizer\.(lr|weight_decay|clip_grad)|scheduler\..*")
 """Learning keys that a critic has too."""
 
 
-def critic_values(own: Import) -> dict[str, Any]:
+def critic_values(critic: Import) -> dict[str, Any]:
     """Return the keys of the critic, of an import in which the value model played the policy."""
-    named = {key: key.removeprefix("optimizer.") for key in own.values if LEARNED.fullmatch(key)}
-    return {f"critic.{name}": own.values[key] for key, name in named.items()}
+    target_keys = {key: key.removeprefix("optimizer.") for key in critic.values if LEARNED.fullmatch(key)}
+    return {f"critic.{name}": critic.values[key] for key, name in target_keys.items()}
 
 
 def in_epochs(result: Import, epochs: int) -> None:
     """NeMo-RL's schedules count each pass over a batch of PPO; rlctl's count the steps."""
     counted = ("warmup_steps", "decay_steps", "wsd_steps")
     keys = [f"{section}scheduler.{name}" for section in ("", "critic.") for name in counted]
-    told = []
+    lines = []
     for key in (key for key in keys if result.values.get(key)):
         result.values[key] = -(-result.values[key] // epochs)
-        told.append(f"{key} is {result.values[key]}")
-    if told:
+        lines.append(f"{key} is {result.values[key]}")
+    if lines:
         result.notes.append(f"NeMo-RL's schedules count all {epochs} passes over a batch, and rlctl's its steps: "
-                            f"{', '.join(told)}")  # fmt: skip
+                            f"{', '.join(lines)}")  # fmt: skip
 
 
 def of_groups(rule: Rule) -> Rule:
     """Return the rule of a key of advantages within groups, which other estimators than these do not read."""
     read = (None, "grpo", "gdpo")
-    return when(lambda found: found.get("grpo.adv_estimator.name") in read, rule, "grpo.adv_estimator does not use it")
+    return when(lambda leaf: leaf.get("grpo.adv_estimator.name") in read, rule, "grpo.adv_estimator does not use it")
 
 
-def baseline(found: Found) -> None:
+def baseline(leaf: Leaf) -> None:
     """Map the baseline of a group, of whose rollouts NeMo-RL takes the standard deviation as well."""
-    to("advantage.baseline", {True: "leave-one-out", False: "mean"})(found)
-    if isinstance(found.value, bool):
-        found.set("advantage.std_of", "others" if found.value else "group")
+    to("advantage.baseline", {True: "leave-one-out", False: "mean"})(leaf)
+    if isinstance(leaf.value, bool):
+        leaf.set("advantage.std_of", "others" if leaf.value else "group")
 
 
 TERMS = {"correctness": "tagged-answer", "format": "tagged-format", "integer": "tagged-integer"}
 """The rewards of NeMo-RL's environment with several of them, in its order, and rlctl's."""
 
 
-def multi_reward(found: Found) -> None:
+def multi_reward(leaf: Leaf) -> None:
     """Map the environment with several rewards, and the weights of these."""
-    weights = found.get("grpo.adv_estimator.reward_weights") or [1.0] * len(TERMS)
-    if environment_used(found.leaves) != MULTI_REWARD:
-        environment(found)
-    elif found.name.endswith(".math_verify_impl") and found.value not in (None, "hf_math_verify"):
-        found.say("not yet", "NeMo-RL knows hf_math_verify here", "reward.terms")
+    weights = leaf.get("grpo.adv_estimator.reward_weights") or [1.0] * len(TERMS)
+    if environment_used(leaf.leaves) != MULTI_REWARD:
+        environment(leaf)
+    elif leaf.name.endswith(".math_verify_impl") and leaf.value not in (None, "hf_math_verify"):
+        leaf.say("not yet", "NeMo-RL knows hf_math_verify here", "reward.terms")
     elif len(weights) != len(TERMS):
-        found.say("not yet", f"reward_weights has a weight for each of {', '.join(TERMS)}", "reward.terms")
+        leaf.say("not yet", f"reward_weights has a weight for each of {', '.join(TERMS)}", "reward.terms")
     else:
         terms = [{"name": name, "weight": weight} for name, weight in zip(TERMS.values(), weights, strict=True)]
-        found.map_all({"reward.terms": terms, "reward.extract": "answer-tag"})
+        leaf.map_all({"reward.terms": terms, "reward.extract": "answer-tag"})
 
 
-def reward_scaling(found: Found) -> None:
+def reward_scaling(leaf: Leaf) -> None:
     """Map scaling of 0/1 rewards: shift + weight r. NeMo-RL first clamps them to the source range."""
     ends = {"source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}
-    given = {name: found.get(f"grpo.reward_scaling.{name}") for name in ends}
-    at = ends | {name: value for name, value in given.items() if value is not None}
+    bounds = {name: leaf.get(f"grpo.reward_scaling.{name}") for name in ends}
+    at = ends | {name: value for name, value in bounds.items() if value is not None}
     low, width = at["source_min"], at["source_max"] - at["source_min"]
     if width <= 0:
-        found.say("not yet", "source_max has to be above source_min", "reward.terms")
+        leaf.say("not yet", "source_max has to be above source_min", "reward.terms")
         return
     wrong, right = (
         at["target_min"] + (min(max(reward, low), low + width) - low) / width * (at["target_max"] - at["target_min"])
         for reward in (0.0, 1.0)
     )
-    if environment_used(found.leaves) != "math" or right <= wrong:
-        found.say("not yet", "--reward NAME=WEIGHT scales rlctl's own rewards", "reward.terms")
+    if environment_used(leaf.leaves) != "math" or right <= wrong:
+        leaf.say("not yet", "--reward NAME=WEIGHT scales rlctl's own rewards", "reward.terms")
         return
     if right - wrong != 1:
-        found.set("reward.terms", [{"name": math_scorer(found.leaves), "weight": right - wrong}])
+        leaf.set("reward.terms", [{"name": math_scorer(leaf.leaves), "weight": right - wrong}])
     if wrong:
-        found.set("reward.shift", wrong)
-    found.say("mapped", f"the reward has the weight {right - wrong:g} (reward.terms) and the shift {wrong:g} "
+        leaf.set("reward.shift", wrong)
+    leaf.say("mapped", f"the reward has the weight {right - wrong:g} (reward.terms) and the shift {wrong:g} "
                         "(reward.shift); reward_mean is without the shift")  # fmt: skip
 
 
-def reward_shaping(found: Found) -> None:
+def reward_shaping(leaf: Leaf) -> None:
     """Map DAPO's penalty with the same start and slope. NeMo-RL: min(0, -(tokens - start) / buffer x penalty) with
     start = max_response_length - buffer; rlctl's buffer ends at generation.max_new_tokens."""
     section = "grpo.reward_shaping"
-    buffer, longest = found.get(f"{section}.overlong_buffer_length"), found.get(f"{section}.max_response_length")
-    if (factor := found.get(f"{section}.stop_properly_penalty_coef")) is not None:
-        found.map("reward.truncated_factor", factor)
+    buffer, longest = leaf.get(f"{section}.overlong_buffer_length"), leaf.get(f"{section}.max_response_length")
+    if (factor := leaf.get(f"{section}.stop_properly_penalty_coef")) is not None:
+        leaf.map("reward.truncated_factor", factor)
     elif not buffer or not longest:
-        found.say("not yet", "it needs overlong_buffer_length and max_response_length", "reward.overlong_buffer")
+        leaf.say("not yet", "it needs overlong_buffer_length and max_response_length", "reward.overlong_buffer")
     else:
-        start, limit = longest - buffer, completion_limit(found) or 0
-        penalty = found.leaves.get(f"{section}.overlong_buffer_penalty", 1) * (limit - start) / buffer
+        start, limit = longest - buffer, completion_limit(leaf) or 0
+        penalty = leaf.leaves.get(f"{section}.overlong_buffer_penalty", 1) * (limit - start) / buffer
         if 0 < start < limit:
-            found.set("reward.overlong_buffer", (limit - start) / limit)
-            found.set("reward.overlong_factor", penalty)
-        found.say("mapped", "reward.overlong_buffer and reward.overlong_factor, for generation.max_new_tokens")
+            leaf.set("reward.overlong_buffer", (limit - start) / limit)
+            leaf.set("reward.overlong_factor", penalty)
+        leaf.say("mapped", "reward.overlong_buffer and reward.overlong_factor, for generation.max_new_tokens")
 
 
-def completion_limit(found: Found) -> Any:
+def completion_limit(leaf: Leaf) -> Any:
     """Return the most tokens of a completion: a prompt needs at least one of all tokens of a rollout."""
-    length, new = found.get("policy.max_total_sequence_length"), found.get("policy.generation.max_new_tokens")
+    length, new = leaf.get("policy.max_total_sequence_length"), leaf.get("policy.generation.max_new_tokens")
     return min(length - 1, new) if isinstance(length, int) and isinstance(new, int) and length > 1 else new
 
 
-def completion_length(found: Found) -> None:
+def completion_length(leaf: Leaf) -> None:
     """Map the completion length within the total length."""
-    limit = completion_limit(found)
-    if limit == found.value:
-        found.map("generation.max_new_tokens", limit)
+    limit = completion_limit(leaf)
+    if limit == leaf.value:
+        leaf.map("generation.max_new_tokens", limit)
     else:
-        found.set("generation.max_new_tokens", limit)
+        leaf.set("generation.max_new_tokens", limit)
         end = f"a rollout ends at {limit + 1} tokens, its prompt among them"
-        found.say("mapped", f"generation.max_new_tokens: {limit}; {end}")
+        leaf.say("mapped", f"generation.max_new_tokens: {limit}; {end}")
 
 
 def megatron_on(leaves: Mapping[str, Any]) -> bool:
@@ -563,16 +563,16 @@ def carry_over(result: Import, other: Import, leaves: Mapping[str, Any]) -> None
             return "weight decay"
         return "schedule" if key.startswith("scheduler.") else key
 
-    own = {subject(key) for key in result.values if key != "scheduler.min_lr"}
+    settings = {subject(key) for key in result.values if key != "scheduler.min_lr"}
     # An optimizer of torch without a scheduler has a constant learning rate.
     if not megatron_on(leaves) and any(leaves.get(f"policy.optimizer.{name}") for name in ("name", "kwargs.lr")):
-        own.add("schedule")
-    taken = [key for key in other.values if subject(key) not in own and key not in result.values]
+        settings.add("schedule")
+    taken = [key for key in other.values if subject(key) not in settings and key not in result.values]
     for key in taken:
         result.set(key, other.values[key], other.source[key])
     sources = {other.source[key] for key in taken}
     for entry in other.entries:
-        if entry.key not in sources and (entry.status == "mapped" or "optimizer.lr" in own):
+        if entry.key not in sources and (entry.status == "mapped" or "optimizer.lr" in settings):
             entry = dataclasses.replace(entry, status="not applicable", note="the backend that trains has its own")
         result.entries.append(entry)
 
@@ -580,17 +580,17 @@ def carry_over(result: Import, other: Import, leaves: Mapping[str, Any]) -> None
 def disagreement(result: Import, other: Import, leaves: Mapping[str, Any]) -> str | None:
     """Return a line on contradictions between the two backends' blocks (`other`: the unused one)."""
     blocks = (MEGATRON, "policy") if megatron_on(leaves) else ("policy", MEGATRON)
-    told = [
+    lines = [
         f"{key} is {result.values[key]} ({result.source[key]}), not {value} ({other.source[key]})"
         for key, value in other.values.items()
         if not key.startswith("scheduler.") and result.values.get(key, value) != value
     ]
-    schedules = [_schedule(found.values, result.values.get("run.steps")) for found in (result, other)]
+    schedules = [_schedule(imported.values, result.values.get("run.steps")) for imported in (result, other)]
     # Without a schedule of its own a block has a constant learning rate.
     if other.values.keys() & {"optimizer.lr", "scheduler.warmup_steps"} and schedules[0] != schedules[1]:
-        told.append(f"the schedule is that of {blocks[0]}.scheduler, not of {blocks[1]}.scheduler")
+        lines.append(f"the schedule is that of {blocks[0]}.scheduler, not of {blocks[1]}.scheduler")
     backend = "Megatron" if megatron_on(leaves) else "DTensor"
-    return f"{backend} trains, and its own block of the recipe holds: {'; '.join(told)}" if told else None
+    return f"{backend} trains, and its own block of the recipe holds: {'; '.join(lines)}" if lines else None
 
 
 def _schedule(values: Mapping[str, Any], steps: Any) -> tuple[Any, ...]:
@@ -600,101 +600,107 @@ def _schedule(values: Mapping[str, Any], steps: Any) -> tuple[Any, ...]:
     return warmup, rises, decay, falls if decay != "constant" else None
 
 
-def learning_rate(found: Found) -> tuple[str, Any]:
+def learning_rate(leaf: Leaf) -> tuple[str, Any]:
     """Return the learning rate that holds, from the block of either backend, and its key."""
-    own, other = (f"{MEGATRON}.optimizer.lr", "policy.optimizer.kwargs.lr")[:: 1 if megatron_on(found.leaves) else -1]
-    key = other if found.get(own) is None and found.get(other) is not None else own
-    return key, found.get(key)
+    preferred, other = (f"{MEGATRON}.optimizer.lr", "policy.optimizer.kwargs.lr")[
+        :: 1 if megatron_on(leaf.leaves) else -1
+    ]
+    key = other if leaf.get(preferred) is None and leaf.get(other) is not None else preferred
+    return key, leaf.get(key)
 
 
-def states_on_host(found: Found) -> None:
+def states_on_host(leaf: Leaf) -> None:
     """Keep all optimizer states in host memory, where a recipe may name a fraction; none with a fraction of 0."""
-    on = found.get(f"{MEGATRON}.optimizer.optimizer_offload_fraction") != 0
-    to("training.optimizer_offload", {True: on, False: False})(found)
+    on = leaf.get(f"{MEGATRON}.optimizer.optimizer_offload_fraction") != 0
+    to("training.optimizer_offload", {True: on, False: False})(leaf)
 
 
-def dtensor_adapters(found: Found) -> None:
+def dtensor_adapters(leaf: Leaf) -> None:
     """Map the rank of adapters on all layers but those that are excluded; targets are named as the model names them."""
-    named, excluded = (found.get(f"{DTENSOR}.lora_cfg.{key}") for key in ("target_modules", "exclude_modules"))
-    if named or (found.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False and not excluded):
-        found.say("not yet", "adapters are on all layers of attention and MLP, or of one of them", "training.lora.rank")
+    targets, excluded = (leaf.get(f"{DTENSOR}.lora_cfg.{key}") for key in ("target_modules", "exclude_modules"))
+    if targets or (leaf.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False and not excluded):
+        leaf.say("not yet", "adapters are on all layers of attention and MLP, or of one of them", "training.lora.rank")
     else:
-        found.map("training.lora.rank", found.value)
+        leaf.map("training.lora.rank", leaf.value)
 
 
-def sharded_states_on_host(found: Found) -> None:
+def sharded_states_on_host(leaf: Leaf) -> None:
     """Keep the optimizer's states in host memory, where a recipe keeps the weights there too."""
-    if found.value is True:
+    if leaf.value is True:
         but = "the optimizer's states alone are in host memory, no weights"
-        found.map_all({"training.optimizer_offload": True}, but)
+        leaf.map_all({"training.optimizer_offload": True}, but)
     else:
-        to("training.optimizer_offload", {False: False})(found)
+        to("training.optimizer_offload", {False: False})(leaf)
 
 
-def engine(found: Found) -> None:
+def engine(leaf: Leaf) -> None:
     names = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "megatron": "Megatron's own engine", "dynamo": "Dynamo"}
-    if found.value in names:
-        found.say("changed", f"the recipe generates with {names[found.value]}, and rlctl with vLLM")
+    if leaf.value in names:
+        leaf.say("changed", f"the recipe generates with {names[leaf.value]}, and rlctl with vLLM")
     else:
-        only("vllm", None, why="rlctl generates with vLLM", settled_by="generation.backend")(found)
+        only("vllm", None, reason="rlctl generates with vLLM", settled_by="generation.backend")(leaf)
 
 
-def prediction_heads(found: Found) -> None:
+def prediction_heads(leaf: Leaf) -> None:
     """Leave out multi-token-prediction training, which does not change the policy if its loss has no gradient in the
     layers below."""
-    detached = found.get(f"{MEGATRON}.mtp_detach_heads") or found.get(f"{MEGATRON}.mtp_loss_scaling_factor") == 0
-    why = "multi-token prediction is not trained"
-    rule = differs(None, 0, why=f"{why}, of which the policy is independent") if detached else only(None, 0, why=why)
-    rule(found)
+    detached = leaf.get(f"{MEGATRON}.mtp_detach_heads") or leaf.get(f"{MEGATRON}.mtp_loss_scaling_factor") == 0
+    reason = "multi-token prediction is not trained"
+    rule = (
+        differs(None, 0, reason=f"{reason}, of which the policy is independent")
+        if detached
+        else only(None, 0, reason=reason)
+    )
+    rule(leaf)
 
 
-def drafting(found: Found) -> None:
+def drafting(leaf: Leaf) -> None:
     """Map speculative decoding. A draft with weights is left out, or refused on the command line, because engines get
     only the policy's weights."""
     section = "policy.generation.vllm_kwargs.speculative_config"
-    why = "the draft needs weights, and engines get those of the policy alone"
-    if found.get(f"{section}.num_speculative_tokens") == 0:
-        found.skip("0 speculative tokens turn speculative decoding off")
-    elif found.get(f"{section}.method") in ("ngram", "ngram_gpu", "suffix"):
-        passes()(found)
-    elif found.name in found.result.overridden:
-        found.say("not yet", f"{why}: methods without weights are ngram, ngram_gpu and suffix")
+    reason = "the draft needs weights, and engines get those of the policy alone"
+    if leaf.get(f"{section}.num_speculative_tokens") == 0:
+        leaf.skip("0 speculative tokens turn speculative decoding off")
+    elif leaf.get(f"{section}.method") in ("ngram", "ngram_gpu", "suffix"):
+        passes()(leaf)
+    elif leaf.name in leaf.result.overridden:
+        leaf.say("not yet", f"{reason}: methods without weights are ngram, ngram_gpu and suffix")
     else:
-        found.say("changed", f"{why}; tokens are sampled without drafts, from the same distribution")
+        leaf.say("changed", f"{reason}; tokens are sampled without drafts, from the same distribution")
 
 
-def engine_precision(found: Found) -> None:
+def engine_precision(leaf: Leaf) -> None:
     """Map float8 in the engines: weights in blocks of 128 x 128, or in MX blocks, quantized at each refit."""
-    if found.value == "fp8":
-        method = "mxfp8" if found.get(f"{VLLM}.is_mx") is True else "fp8_per_block"
-        found.map("vllm.quantization", method)
+    if leaf.value == "fp8":
+        method = "mxfp8" if leaf.get(f"{VLLM}.is_mx") is True else "fp8_per_block"
+        leaf.map("vllm.quantization", method)
     else:
-        only(None, "bfloat16", "float32", "float16", why="engines hold the weights in model.dtype, or in fp8")(found)
+        only(None, "bfloat16", "float32", "float16", reason="engines hold the weights in model.dtype, or in fp8")(leaf)
 
 
-def without_begin(found: Found) -> bool:
+def without_begin(leaf: Leaf) -> bool:
     """Return whether the recipe's chat template omits the tokenizer's first token."""
-    template = str(found.get("policy.tokenizer.chat_template") or "")
-    kept = found.result.values.get("model.images") is True  # the processor's template
+    template = str(leaf.get("policy.tokenizer.chat_template") or "")
+    kept = leaf.result.values.get("model.images") is True  # the processor's template
     return "{" in template and "bos_token" not in template and not kept
 
 
-def longest_text(found: Found) -> None:
+def longest_text(leaf: Leaf) -> None:
     """Map maximum lengths. Texts may exceed the published length, which NeMo-RL never checks; engines refuse such
     rollouts there too."""
-    if found.value and of_texts(found.result):
-        found.map_all({"model.max_length": found.value, "model.extend_positions": True})
+    if leaf.value and of_texts(leaf.result):
+        leaf.map_all({"model.max_length": leaf.value, "model.extend_positions": True})
     else:
-        found.map("model.max_length", found.value)
+        leaf.map("model.max_length", leaf.value)
 
 
-def rope_scaling(found: Found) -> None:
+def rope_scaling(leaf: Leaf) -> None:
     """Map a key of the rotary embedding, by its name in a config.json."""
-    found.map(f"model.rope_scaling.{found.name.rpartition('.')[2]}", found.value)
+    leaf.map(f"model.rope_scaling.{leaf.name.rpartition('.')[2]}", leaf.value)
 
 
-def template_variables(found: Found) -> None:
-    found.map(f"model.chat_template_kwargs.{found.name.rpartition('.')[2]}", found.value)
+def template_variables(leaf: Leaf) -> None:
+    leaf.map(f"model.chat_template_kwargs.{leaf.name.rpartition('.')[2]}", leaf.value)
 
 
 MATH_SCORERS = {"hf_math_verify": "math-verify", "dapo_math_verify": "dapo-math"}
@@ -706,53 +712,53 @@ def math_scorer(leaves: Mapping[str, Any]) -> str:
     return MATH_SCORERS.get(str(leaves.get("env.math.math_verify_impl")), "math-verify")
 
 
-def steps_of_run(found: Found) -> None:
-    if found.value == -1:
-        found.skip("max_num_epochs says how long the run is")
+def steps_of_run(leaf: Leaf) -> None:
+    if leaf.value == -1:
+        leaf.skip("max_num_epochs says how long the run is")
     else:
-        found.map("run.steps", found.value)
+        leaf.map("run.steps", leaf.value)
 
 
-def epochs(found: Found) -> None:
+def epochs(leaf: Leaf) -> None:
     """Map the length of a recipe without a step count; with one, note that epochs may end it before `run.steps`."""
-    steps = found.get("max_num_steps", *STEPS)
-    if found.value is not None and isinstance(steps, int) and steps < 0:
-        found.map("run.epochs", found.value)
+    steps = leaf.get("max_num_steps", *STEPS)
+    if leaf.value is not None and isinstance(steps, int) and steps < 0:
+        leaf.map("run.epochs", leaf.value)
         return
     # An epoch has at least one step.
-    if found.value is None or (isinstance(steps, int) and 0 < steps <= found.value):
-        found.skip("run.steps ends the run; prompts come round again")
+    if leaf.value is None or (isinstance(steps, int) and 0 < steps <= leaf.value):
+        leaf.skip("run.steps ends the run; prompts come round again")
         return
-    prompts = found.get("num_prompts_per_step", *STEPS) or "batch.prompts"
-    enough = f"{short(found.value)} x rows of the data / {short(prompts)} prompts of a step"
-    found.say("changed", f"run.steps alone ends a run, and epochs do not: set it to {enough}, if that is less")
+    prompts = leaf.get("num_prompts_per_step", *STEPS) or "batch.prompts"
+    enough = f"{short(leaf.value)} x rows of the data / {short(prompts)} prompts of a step"
+    leaf.say("changed", f"run.steps alone ends a run, and epochs do not: set it to {enough}, if that is less")
 
 
-def recompute(found: Found) -> None:
+def recompute(leaf: Leaf) -> None:
     """Map whether activations are computed again: in whole layers, or in the parts that are named."""
-    if found.value is not True and granularity_holds(found):
-        found.skip("recompute_granularity says what is computed again")
+    if leaf.value is not True and granularity_holds(leaf):
+        leaf.skip("recompute_granularity says what is computed again")
     else:
-        granularity = found.get(f"{MEGATRON}.recompute_granularity") or "full"
-        to("training.recompute", {True: granularity, False: "none", None: None})(found)
+        granularity = leaf.get(f"{MEGATRON}.recompute_granularity") or "full"
+        to("training.recompute", {True: granularity, False: "none", None: None})(leaf)
 
 
-def granularity_holds(found: Found) -> bool:
+def granularity_holds(leaf: Leaf) -> bool:
     """Return whether named recomputation applies. NeMo-RL reads it with activation_checkpointing; an override, or a
     recipe without that switch, also counts."""
     switch, name = f"{MEGATRON}.activation_checkpointing", f"{MEGATRON}.recompute_granularity"
-    given = found.result.overridden
-    return bool(found.get(name)) and (found.get(switch) is None or (name in given and switch not in given))
+    overridden = leaf.result.overridden
+    return bool(leaf.get(name)) and (leaf.get(switch) is None or (name in overridden and switch not in overridden))
 
 
-def adapted_layers(found: Found) -> None:
+def adapted_layers(leaf: Leaf) -> None:
     """Map layers to groups of layers; none named means all of them."""
-    groups = sorted({ADAPTED[layer] for layer in found.value or ADAPTED if layer in ADAPTED})
-    if set(found.value or ADAPTED) == {layer for layer, group in ADAPTED.items() if group in groups}:
-        found.map("training.lora.targets", groups)
+    groups = sorted({ADAPTED[layer] for layer in leaf.value or ADAPTED if layer in ADAPTED})
+    if set(leaf.value or ADAPTED) == {layer for layer, group in ADAPTED.items() if group in groups}:
+        leaf.map("training.lora.targets", groups)
         return
-    why = "adapters are on both layers of attention (linear_qkv, linear_proj), of the MLP (linear_fc1, linear_fc2)"
-    found.say("not yet", f"{why}, or of both")
+    reason = "adapters are on both layers of attention (linear_qkv, linear_proj), of the MLP (linear_fc1, linear_fc2)"
+    leaf.say("not yet", f"{reason}, or of both")
 
 
 def handed_on(key: str) -> str:
@@ -768,106 +774,106 @@ def is_field(key: str) -> bool:
 
 def passes(otherwise: Rule | None = None) -> Rule:
     """Return the rule that passes the key on; `otherwise` if the installed version lacks it (None: unknown key)."""
-    return lambda found: hand_on(found, handed_on(found.name), otherwise)
+    return lambda leaf: hand_on(leaf, handed_on(leaf.name), otherwise)
 
 
-def batches(found: Found) -> None:
+def batches(leaf: Leaf) -> None:
     """Map `train_global_batch_size`, the rollouts of an optimizer step."""
-    rollouts, size = step_rollouts(found), found.value
-    if of_texts(found.result):
-        found.map("batch.prompts", size)
+    rollouts, size = step_rollouts(leaf), leaf.value
+    if of_texts(leaf.result):
+        leaf.map("batch.prompts", size)
         return
     if rollouts % size:
-        found.say("not yet", f"it does not divide the {rollouts} rollouts of a step", "batch.optimizer_steps")
+        leaf.say("not yet", f"it does not divide the {rollouts} rollouts of a step", "batch.optimizer_steps")
         return
-    found.set("batch.optimizer_steps", rollouts // size)
-    found.say("mapped", f"batch.optimizer_steps: {rollouts // size} of {rollouts} rollouts")
+    leaf.set("batch.optimizer_steps", rollouts // size)
+    leaf.say("mapped", f"batch.optimizer_steps: {rollouts // size} of {rollouts} rollouts")
 
 
-def correction(found: Found) -> None:
+def correction(leaf: Leaf) -> None:
     """Map the importance weights between engine and trainer: truncated (tis), or dropped outside of bounds (icepop)."""
     ratio = "loss_fn.truncated_importance_sampling"
-    cap, least = found.get(f"{ratio}_ratio"), found.get(f"{ratio}_ratio_min")
-    kind = found.get(f"{ratio}_type") or "tis"
-    if not found.value and (found.get("grpo.async_grpo.enabled") or found.get("async_rl.sampler.name")):
+    cap, least = leaf.get(f"{ratio}_ratio"), leaf.get(f"{ratio}_ratio_min")
+    kind = leaf.get(f"{ratio}_type") or "tis"
+    if not leaf.value and (leaf.get("grpo.async_grpo.enabled") or leaf.get("async_rl.sampler.name")):
         values = {"loss.importance_correction": "off", "rollouts.uncorrected": True}
-        found.map_all(
+        leaf.map_all(
             values, "rollouts of older weights are trained on as if the policy had sampled them, as the recipe has it"
         )
-    elif not found.value:
-        found.map("loss.importance_correction", "off")
+    elif not leaf.value:
+        leaf.map("loss.importance_correction", "off")
     elif cap is None:
-        found.map_all({"loss.importance_cap": NO_CAP, "loss.importance_correction": "truncated"})
+        leaf.map_all({"loss.importance_cap": NO_CAP, "loss.importance_correction": "truncated"})
     elif kind == "seq-mask-tis" and least is not None:
-        found.map_all({"loss.sequence_mask": [least, cap], "loss.importance_correction": "untruncated"})
+        leaf.map_all({"loss.sequence_mask": [least, cap], "loss.importance_correction": "untruncated"})
     elif kind == "tis":
         floor = {"loss.importance_floor": least} if least else {}
-        found.map_all({"loss.importance_cap": cap, **floor, "loss.importance_correction": "truncated"})
+        leaf.map_all({"loss.importance_cap": cap, **floor, "loss.importance_correction": "truncated"})
     elif kind == "icepop" and least is not None:
         bounds = {"loss.importance_cap": cap, "loss.importance_floor": least}
-        found.map_all({**bounds, "loss.importance_correction": "masked"})
+        leaf.map_all({**bounds, "loss.importance_correction": "masked"})
     else:
-        found.say("not yet", f"{kind}, {least} to {cap}, is not known", "loss.importance_correction")
+        leaf.say("not yet", f"{kind}, {least} to {cap}, is not known", "loss.importance_correction")
 
 
-def positive_nll(found: Found) -> None:
+def positive_nll(leaf: Leaf) -> None:
     """Map the weight of right answers' likelihood, which NeMo-RL computes only in PPO; its GRPO batches have no
     rewards."""
-    if not found.value:
-        found.skip("there is none")
-    elif found.result.values.get("run.algorithm") == "ppo":
-        found.map("loss.positive_nll_weight", found.value)
+    if not leaf.value:
+        leaf.skip("there is none")
+    elif leaf.result.values.get("run.algorithm") == "ppo":
+        leaf.map("loss.positive_nll_weight", leaf.value)
     else:
-        found.skip("NeMo-RL has it in PPO alone")
+        leaf.skip("NeMo-RL has it in PPO alone")
 
 
-def error_mask(found: Found) -> None:
-    if found.value is None:
-        found.map("loss.error_mask", None)
+def error_mask(leaf: Leaf) -> None:
+    if leaf.value is None:
+        leaf.map("loss.error_mask", None)
     else:
-        why = "a rollout beyond it is not learned from, and still counts in the average of the loss"
-        found.map_all({"loss.error_mask": found.value}, why)
+        reason = "a rollout beyond it is not learned from, and still counts in the average of the loss"
+        leaf.map_all({"loss.error_mask": leaf.value}, reason)
 
 
-def on_policy_ratio(found: Found) -> None:
+def on_policy_ratio(leaf: Leaf) -> None:
     """A batch of one optimizer step has ratio 1 anyway."""
-    if found.value and found.get("policy.train_global_batch_size") != step_rollouts(found):
-        found.say("not yet", "the ratio is 1 in the first optimizer step of a batch, and there are several")
+    if leaf.value and leaf.get("policy.train_global_batch_size") != step_rollouts(leaf):
+        leaf.say("not yet", "the ratio is 1 in the first optimizer step of a batch, and there are several")
     else:
-        found.skip("what rlctl does")
+        leaf.skip("what rlctl does")
 
 
-def decay_steps(found: Found) -> None:
-    style = found.leaves.get(f"{MEGATRON}.scheduler.lr_decay_style", "constant")
-    if style == "constant" or found.value in (None, found.get("max_num_steps", *STEPS)):
-        found.skip("the learning rate decays over run.steps, if at all")
+def decay_steps(leaf: Leaf) -> None:
+    style = leaf.leaves.get(f"{MEGATRON}.scheduler.lr_decay_style", "constant")
+    if style == "constant" or leaf.value in (None, leaf.get("max_num_steps", *STEPS)):
+        leaf.skip("the learning rate decays over run.steps, if at all")
     else:
-        found.map("scheduler.decay_steps", found.value)
+        leaf.map("scheduler.decay_steps", leaf.value)
 
 
-def weight_decay_ends(found: Found) -> None:
-    ends = [found.get(f"{MEGATRON}.scheduler.{end}_weight_decay") for end in ("start", "end")]
-    if None in ends or ends == 2 * [found.get(f"{MEGATRON}.optimizer.weight_decay")]:
-        found.skip("optimizer.weight_decay")
+def weight_decay_ends(leaf: Leaf) -> None:
+    ends = [leaf.get(f"{MEGATRON}.scheduler.{end}_weight_decay") for end in ("start", "end")]
+    if None in ends or ends == 2 * [leaf.get(f"{MEGATRON}.optimizer.weight_decay")]:
+        leaf.skip("optimizer.weight_decay")
     else:
-        found.map(f"scheduler.{found.name.rpartition('.')[2]}", found.value)
+        leaf.map(f"scheduler.{leaf.name.rpartition('.')[2]}", leaf.value)
 
 
-def betas(found: Found) -> None:
-    beta1, beta2 = found.value
-    found.map_all({"optimizer.beta1": beta1, "optimizer.beta2": beta2})
+def betas(leaf: Leaf) -> None:
+    beta1, beta2 = leaf.value
+    leaf.map_all({"optimizer.beta1": beta1, "optimizer.beta2": beta2})
 
 
 AHEAD = "each step of the warm-up has the learning rate that the next one has in NeMo-RL, whose first has the lowest"
 """NeMo-RL's schedules start one step later: Megatron and torch count finished steps, rlctl the current one."""
 
 
-def warm_up(found: Found) -> None:
-    begins = found.get(f"{found.name.rpartition('.')[0]}.lr_warmup_init") or 0
-    if not found.value or begins == learning_rate(found)[1]:
-        found.map("scheduler.warmup_steps", found.value)
+def warm_up(leaf: Leaf) -> None:
+    begins = leaf.get(f"{leaf.name.rpartition('.')[0]}.lr_warmup_init") or 0
+    if not leaf.value or begins == learning_rate(leaf)[1]:
+        leaf.map("scheduler.warmup_steps", leaf.value)
     else:
-        found.map_all({"scheduler.warmup_steps": found.value}, AHEAD)
+        leaf.map_all({"scheduler.warmup_steps": leaf.value}, AHEAD)
 
 
 TORCH_ARGUMENTS = {
@@ -878,60 +884,58 @@ TORCH_ARGUMENTS = {
 """Schedulers of torch that rlctl knows, and their arguments."""
 
 
-def torch_schedulers(found: Found) -> None:
+def torch_schedulers(leaf: Leaf) -> None:
     """Map torch's schedulers: linear warm-up, then constant, linear or cosine. `milestones` are SequentialLR's switch
     steps."""
-    if found.value is None:
-        found.skip("the learning rate is constant")
+    if leaf.value is None:
+        leaf.skip("the learning rate is constant")
         return
-    milestones = next((step["milestones"] for step in found.value if step.get("milestones")), None)
-    steps = [(str(step["name"]).rpartition(".")[2], step.get("kwargs") or {}) for step in found.value if "name" in step]
+    milestones = next((step["milestones"] for step in leaf.value if step.get("milestones")), None)
+    steps = [(str(step["name"]).rpartition(".")[2], step.get("kwargs") or {}) for step in leaf.value if "name" in step]
     unknown = [key for name, options in steps for key in set(options) - TORCH_ARGUMENTS.get(name, set(options))]
     warmup = steps.pop(0)[1] if steps and steps[0][0] == "LinearLR" and steps[0][1].get("end_factor", 1) == 1 else None
     kind, options = steps[0] if steps else ("ConstantLR", {"factor": 1})
-    name, rate = learning_rate(found)
+    name, rate = learning_rate(leaf)
     # What a scheduler's arguments leave out is torch's default.
-    known = kind == "CosineAnnealingLR" or (kind == "ConstantLR" and options.get("factor", 1 / 3) == 1)
-    known = known or (kind == "LinearLR" and options.get("start_factor", 1 / 3) == 1)
+    supported = kind == "CosineAnnealingLR" or (kind == "ConstantLR" and options.get("factor", 1 / 3) == 1)
+    supported = supported or (kind == "LinearLR" and options.get("start_factor", 1 / 3) == 1)
     warmup_steps = 0 if warmup is None else warmup.get("total_iters", 5)
     next_at = milestones[0] if warmup is not None and steps and milestones else warmup_steps
     if not isinstance(rate, int | float):
-        found.say("not yet", f"{name} is {short(repr(rate))}, which is not a number")
+        leaf.say("not yet", f"{name} is {short(repr(rate))}, which is not a number")
     elif unknown:
-        found.say("not yet", f"rlctl knows no argument {', '.join(unknown)} of torch's schedulers", "scheduler.decay")
-    elif len(steps) > 1 or not known:
-        found.say(
-            "not yet", "rlctl knows a linear warm-up, then a constant rate, a line or a cosine", "scheduler.decay"
-        )
+        leaf.say("not yet", f"rlctl knows no argument {', '.join(unknown)} of torch's schedulers", "scheduler.decay")
+    elif len(steps) > 1 or not supported:
+        leaf.say("not yet", "rlctl knows a linear warm-up, then a constant rate, a line or a cosine", "scheduler.decay")
     elif next_at < warmup_steps or (next_at > warmup_steps and kind != "ConstantLR"):
-        why = f"the warm-up takes {warmup_steps} steps (total_iters), and milestones goes on after {next_at}"
-        found.say("not yet", f"{why}: give both the same number", "scheduler.warmup_steps")
+        reason = f"the warm-up takes {warmup_steps} steps (total_iters), and milestones goes on after {next_at}"
+        leaf.say("not yet", f"{reason}: give both the same number", "scheduler.warmup_steps")
     else:
         begins = rate if warmup is None else float(f"{warmup.get('start_factor', 1 / 3) * rate:.12g}")
-        found.set("scheduler.warmup_steps", warmup_steps)
-        found.set("scheduler.init_lr", 0 if warmup is None else begins)
+        leaf.set("scheduler.warmup_steps", warmup_steps)
+        leaf.set("scheduler.init_lr", 0 if warmup is None else begins)
         if kind == "CosineAnnealingLR":
-            found.set("scheduler.decay", "cosine")
-            found.set("scheduler.min_lr", options.get("eta_min", 0))
-            found.set("scheduler.decay_steps", warmup_steps + options.get("T_max", 1))
+            leaf.set("scheduler.decay", "cosine")
+            leaf.set("scheduler.min_lr", options.get("eta_min", 0))
+            leaf.set("scheduler.decay_steps", warmup_steps + options.get("T_max", 1))
         elif kind == "LinearLR":
-            found.set("scheduler.decay", "linear")
-            found.set("scheduler.min_lr", rate * options.get("end_factor", 1))
-            found.set("scheduler.decay_steps", warmup_steps + options.get("total_iters", 5))
+            leaf.set("scheduler.decay", "linear")
+            leaf.set("scheduler.min_lr", rate * options.get("end_factor", 1))
+            leaf.set("scheduler.decay_steps", warmup_steps + options.get("total_iters", 5))
         note = f"scheduler: {warmup_steps} steps of warm-up, then {kind}"
-        found.say(*(("mapped", note) if begins == rate else ("changed", f"{note}; {AHEAD}")))
+        leaf.say(*(("mapped", note) if begins == rate else ("changed", f"{note}; {AHEAD}")))
 
 
-def expert_engines(found: Found) -> None:
+def expert_engines(leaf: Leaf) -> None:
     """Map the ranks that share an engine's experts: more than its tensors have where it has replicas."""
-    if found.value is None:
-        found.map("generation.ep", None)
+    if leaf.value is None:
+        leaf.map("generation.ep", None)
     else:
-        found.map_all({"generation.ep": found.value, "generation.dp": engine_copies(found)})
+        leaf.map_all({"generation.ep": leaf.value, "generation.dp": engine_copies(leaf)})
 
 
-def engine_copies(found: Found) -> int:
-    ep, tp = (found.get(f"{VLLM}.{kind}_parallel_size") or 1 for kind in ("expert", "tensor"))
+def engine_copies(leaf: Leaf) -> int:
+    ep, tp = (leaf.get(f"{VLLM}.{kind}_parallel_size") or 1 for kind in ("expert", "tensor"))
     return max(1, ep // tp)
 
 
@@ -940,24 +944,24 @@ DATA = ("data.train.", "data.default.", "data.")
 VALIDATION = ("data.validation.", "data.default.", "data.")
 
 
-def responses(found: Found, path: str | None, places: Iterable[str]) -> tuple[str, str, str, None] | None:
+def responses(leaf: Leaf, path: str | None, places: Iterable[str]) -> tuple[str, str, str, None] | None:
     """Return name, fields and split of a ResponseDataset; None where the recipe has no path for it."""
-    subset = found.get("subset", *places)
+    subset = leaf.get("subset", *places)
     name = f"{path}:{subset}" if subset else str(path)
-    prompt, answer = found.get("input_key", *places) or "input", found.get("output_key", *places) or "output"
+    prompt, answer = leaf.get("input_key", *places) or "input", leaf.get("output_key", *places) or "output"
     return (name, prompt, answer, None) if path else None
 
 
-def validation_set(found: Found) -> tuple[str, str | None, str | None, str | None] | None:
+def validation_set(leaf: Leaf) -> tuple[str, str | None, str | None, str | None] | None:
     """Return name, fields and default split of validation rows; None if rlctl cannot read them, such as a split of
     training data."""
-    if environment_used(found.leaves) == PUZZLE:
+    if environment_used(leaf.leaves) == PUZZLE:
         return None
-    path = found.get("data.validation.data_path") or found.get("data.val_data_path")
-    name = found.get("data.validation.dataset_name")
+    path = leaf.get("data.validation.data_path") or leaf.get("data.val_data_path")
+    name = leaf.get("data.validation.dataset_name")
     if name is None and path:
-        name = found.get("data.default.dataset_name") or BY_PATH[0]
-    return named_data(found, name, path, VALIDATION)
+        name = leaf.get("data.default.dataset_name") or BY_PATH[0]
+    return named_data(leaf, name, path, VALIDATION)
 
 
 PLAIN = "arrow_text"
@@ -966,166 +970,169 @@ BY_PATH = ("ResponseDataset", "BinaryPreferenceDataset", "PreferenceDataset", "o
 """NeMo-RL's classes of data sets that are files, or are on the hub."""
 
 
-def data_sets(found: Found) -> Mapping[str, tuple[str, str | None, str | None, str | None]]:
+def data_sets(leaf: Leaf) -> Mapping[str, tuple[str, str | None, str | None, str | None]]:
     """Return the data sets of the recipe's algorithm that rlctl knows."""
-    algorithm = str(found.result.values.get("run.algorithm"))
+    algorithm = str(leaf.result.values.get("run.algorithm"))
     return PAIR_DATASETS if algorithm in OF_PAIRS else {"sft": TEXT_DATASETS}.get(algorithm, DATASETS)
 
 
 def named_data(
-    found: Found, name: Any, path: str | None, places: Iterable[str]
+    leaf: Leaf, name: Any, path: str | None, places: Iterable[str]
 ) -> tuple[str, str | None, str | None, str | None] | None:
     """Return name, fields and default split of a data set; None where rlctl does not know it."""
     if name == PLAIN:
-        return data_files(found)
+        return data_files(leaf)
     if name == GYM_DATA:
         return (path, None, None, None) if path else None
     if name in CLEVR:
-        part = CLEVR_PARTS.get(str(found.get("split", *places) or "train"))
+        part = CLEVR_PARTS.get(str(leaf.get("split", *places) or "train"))
         return (part, "problem", "solution", "train") if part else None
     if name == MMPR:
-        folder = found.get("download_dir", *places)
+        folder = leaf.get("download_dir", *places)
         fields = ("extra_info.question", "reward_model.ground_truth", None)
         return (f"{folder}/mmpr_tiny.parquet", *fields) if folder else None
     if name not in BY_PATH:
-        return {**data_sets(found), **IMAGE_DATASETS}.get(str(name))
-    algorithm = found.result.values.get("run.algorithm")
+        return {**data_sets(leaf), **IMAGE_DATASETS}.get(str(name))
+    algorithm = leaf.result.values.get("run.algorithm")
     if name == "openai_format":  # rlctl reads conversations and tools by these names alone
         usual = {"chat_key": "messages", "tool_key": "tools", "system_key": None}
-        own = all(found.get(key, *places) in (None, value) for key, value in usual.items())
-        return (path, None, None, None) if path and own and algorithm == "sft" else None
+        plain = all(leaf.get(key, *places) in (None, value) for key, value in usual.items())
+        return (path, None, None, None) if path and plain and algorithm == "sft" else None
     if algorithm not in OF_PAIRS:
-        return responses(found, path, places) if name == BY_PATH[0] else None
-    return pairs_of_path(found, path, places, "context" if name == "PreferenceDataset" else "prompt")
+        return responses(leaf, path, places) if name == BY_PATH[0] else None
+    return pairs_of_path(leaf, path, places, "context" if name == "PreferenceDataset" else "prompt")
 
 
 def validated(rule: Rule) -> Rule:
     """Return the rule of a key of validation, for recipes whose validation prompts can be read."""
-    why = "the recipe names no prompts of validation that rlctl can read: set validation.every with "
+    reason = "the recipe names no prompts of validation that rlctl can read: set validation.every with "
     return when(
-        lambda found: validation_set(found) or holds_out(found),
+        lambda leaf: validation_set(leaf) or holds_out(leaf),
         rule,
-        logs(f"{why}validation.data.name or validation.holdout"),
+        logs(f"{reason}validation.data.name or validation.holdout"),
     )
 
 
-def holds_out(found: Found) -> bool:
+def holds_out(leaf: Leaf) -> bool:
     """Return whether a recipe validates on a number of its plain texts."""
-    size, plain = found.get("split_validation_size", *DATA), found.get("dataset_name", *DATA) == PLAIN
+    size, plain = leaf.get("split_validation_size", *DATA), leaf.get("dataset_name", *DATA) == PLAIN
     return plain and isinstance(size, int) and size > 0
 
 
-def validation_period(found: Found) -> None:
+def validation_period(leaf: Leaf) -> None:
     """Map the validation interval and data; NeMo-RL samples as in training."""
-    values = dict(zip(("name", "prompt_field", "answer_field", "split"), validation_set(found) or (), strict=False))
-    if found.get("data.validation.dataset_name") not in CLEVR:  # whose splits are data sets of their own
-        values["split"] = found.get("data.validation.split") or values.get("split")
+    values = dict(zip(("name", "prompt_field", "answer_field", "split"), validation_set(leaf) or (), strict=False))
+    if leaf.get("data.validation.dataset_name") not in CLEVR:  # whose splits are data sets of their own
+        values["split"] = leaf.get("data.validation.split") or values.get("split")
     for key, value in values.items():
         if value is not None:
-            found.set(f"validation.data.{key}", value)
-    if not of_texts(found.result):
-        own = found.get("policy.generation.val_temperature")
-        found.set("validation.temperature", found.get("policy.generation.temperature") or 1.0 if own is None else own)
+            leaf.set(f"validation.data.{key}", value)
+    if not of_texts(leaf.result):
+        temperature = leaf.get("policy.generation.val_temperature")
+        leaf.set(
+            "validation.temperature",
+            leaf.get("policy.generation.temperature") or 1.0 if temperature is None else temperature,
+        )
     # NeMo-RL validates periodically where the number is above 0, and recipes write -1 as well as 0.
-    found.map("validation.every", found.value and max(0, found.value))
+    leaf.map("validation.every", leaf.value and max(0, leaf.value))
 
 
-def validation_batches(found: Found) -> None:
+def validation_batches(leaf: Leaf) -> None:
     """Map the number of batches that texts are validated on; 0 or less are all of them."""
-    section = found.name.partition(".")[0]
-    size = found.get(f"{section}.val_global_batch_size") or 1
-    found.map("validation.max_prompts", found.value * size if found.value > 0 else 2**31 - 1)
+    section = leaf.name.partition(".")[0]
+    size = leaf.get(f"{section}.val_global_batch_size") or 1
+    leaf.map("validation.max_prompts", leaf.value * size if leaf.value > 0 else 2**31 - 1)
 
 
-def dataset(found: Found) -> None:
-    if found.value != found.get("dataset_name", *DATA):
-        found.skip("data.train has its own")
+def dataset(leaf: Leaf) -> None:
+    if leaf.value != leaf.get("dataset_name", *DATA):
+        leaf.skip("data.train has its own")
         return
-    path = found.get("data_path", *DATA) or found.get("train_data_path", *DATA)
-    if found.value == GYM_DATA and not path:
-        found.say("changed", "the recipe leaves it to the command line where the rows are: name them with --data")
+    path = leaf.get("data_path", *DATA) or leaf.get("train_data_path", *DATA)
+    if leaf.value == GYM_DATA and not path:
+        leaf.say("changed", "the recipe leaves it to the command line where the rows are: name them with --data")
         return
-    if (known := named_data(found, found.value, path, DATA)) is None:
-        by_path = BY_PATH[1:3] if found.result.values.get("run.algorithm") in OF_PAIRS else BY_PATH[::3]
-        names = f"{', '.join((*data_sets(found), *ALL_IMAGE_DATA))}, and {' and '.join(by_path)} with a data_path"
+    if (source := named_data(leaf, leaf.value, path, DATA)) is None:
+        by_path = BY_PATH[1:3] if leaf.result.values.get("run.algorithm") in OF_PAIRS else BY_PATH[::3]
+        names = f"{', '.join((*data_sets(leaf), *ALL_IMAGE_DATA))}, and {' and '.join(by_path)} with a data_path"
         names = f"rlctl knows {names}; --data names another"
-        found.say("not yet", names, "data.name")
+        leaf.say("not yet", names, "data.name")
         return
-    name, prompt, answer, split = known
-    answer = answer and (found.get("output_key", *DATA) or answer)
+    name, prompt, answer, split = source
+    answer = answer and (leaf.get("output_key", *DATA) or answer)
     fields = {key: field for key, field in {"prompt_field": prompt, "answer_field": answer}.items() if field}
     for key, value in {"name": name, **fields}.items():
-        found.set(f"data.{key}", value)
-    if split and (found.value in CLEVR or found.get("split", *DATA) is None):
-        found.set("data.split", split)
-    if found.value in CLEVR:
-        found.set("data.answer_pattern", IN_ANSWER_TAGS)
-    if found.value == REFCOCO:
-        found.set("data.image_folder", found.get("download_dir", *DATA) or "coco_images")
-        why = (
+        leaf.set(f"data.{key}", value)
+    if split and (leaf.value in CLEVR or leaf.get("split", *DATA) is None):
+        leaf.set("data.split", split)
+    if leaf.value in CLEVR:
+        leaf.set("data.answer_pattern", IN_ANSWER_TAGS)
+    if leaf.value == REFCOCO:
+        leaf.set("data.image_folder", leaf.get("download_dir", *DATA) or "coco_images")
+        reason = (
             "pictures keep their shape, where NeMo-RL makes squares of 256 x 256; a row keeps its caption in all epochs"
         )
-        found.say("changed", f"data.name: {name}; {why}")
+        leaf.say("changed", f"data.name: {name}; {reason}")
         return
-    found.say("mapped", f"data.name: {name}" + (f", fields {' and '.join(fields.values())}" if fields else ""))
+    leaf.say("mapped", f"data.name: {name}" + (f", fields {' and '.join(fields.values())}" if fields else ""))
 
 
-def split(found: Found) -> None:
+def split(leaf: Leaf) -> None:
     """Map the split, but for data whose splits are data sets of their own."""
-    when(lambda found: found.get("dataset_name", *DATA) not in CLEVR, to("data.split"), "read with dataset_name")(found)
+    when(lambda leaf: leaf.get("dataset_name", *DATA) not in CLEVR, to("data.split"), "read with dataset_name")(leaf)
 
 
 def pairs_of_path(
-    found: Found, path: str | None, places: Iterable[str], prompt: str
+    leaf: Leaf, path: str | None, places: Iterable[str], prompt: str
 ) -> tuple[str, str, None, None] | None:
     """Return name and prompt field (default `prompt`) of preferences; None without a path or with other completion
     names."""
-    subset = found.get("subset", *places)
-    named = all(found.get(f"{name}_key", *places) in (None, name) for name in ("chosen", "rejected"))
-    prompt = found.get("prompt_key", *places) or prompt
-    return (f"{path}:{subset}" if subset else path, prompt, None, None) if path and named else None
+    subset = leaf.get("subset", *places)
+    usual_keys = all(leaf.get(f"{name}_key", *places) in (None, name) for name in ("chosen", "rejected"))
+    prompt = leaf.get("prompt_key", *places) or prompt
+    return (f"{path}:{subset}" if subset else path, prompt, None, None) if path and usual_keys else None
 
 
-def folders_of(found: Found) -> tuple[Path, ...]:
+def folders_of(leaf: Leaf) -> tuple[Path, ...]:
     """Return the folders that a path of the recipe may be relative to: the current one, and those above its files."""
-    return (Path(), *dict.fromkeys(folder for file in found.result.files for folder in file.parents))
+    return (Path(), *dict.fromkeys(folder for file in leaf.result.files for folder in file.parents))
 
 
-def text_file(found: Found, key: str) -> str | None:
+def text_file(leaf: Leaf, key: str) -> str | None:
     """Return a prompt file's text, relative to NeMo-RL's start directory; None, with the reason recorded, if missing.
     `key` replaces the file."""
-    if found.name.startswith("data.default.") and found.name.replace("default", "train", 1) in found.leaves:
-        found.skip("data.train has its own")
+    if leaf.name.startswith("data.default.") and leaf.name.replace("default", "train", 1) in leaf.leaves:
+        leaf.skip("data.train has its own")
         return None
-    if found.value is None:
-        found.skip("there is none")
+    if leaf.value is None:
+        leaf.skip("there is none")
         return None
-    for path in (folder / str(found.value) for folder in folders_of(found)):
+    for path in (folder / str(leaf.value) for folder in folders_of(leaf)):
         if os.path.isfile(path):
-            return read_text(path, found.name)
-    found.say("not yet", f"there is no such file here or above the recipe: put it there, or set {key}", key)
+            return read_text(path, leaf.name)
+    leaf.say("not yet", f"there is no such file here or above the recipe: put it there, or set {key}", key)
     return None
 
 
-def prompt_file(found: Found) -> None:
+def prompt_file(leaf: Leaf) -> None:
     """Map a prompt template, which Python's `format` fills in: `{}` is the question and a brace is written twice."""
-    if (text := text_file(found, "data.prompt_template")) is None:
+    if (text := text_file(leaf, "data.prompt_template")) is None:
         return
     parts = re.split(r"(?<!\{)\{\}(?!\})", text.strip("\n"))
     if len(parts) != 2:
-        found.say("not yet", "a template has one {}, where the question stands", "data.prompt_template")
+        leaf.say("not yet", "a template has one {}, where the question stands", "data.prompt_template")
         return
     texts = [part.replace("{{", "{").replace("}}", "}") for part in parts]
     # Such braces would name a column in rlctl's template: Jinja can say that they are text.
     if any(re.search(r"\{\w+\}|\{\{|\{%", text) for text in texts):
-        found.map("data.prompt_template", "{{ prompt }}".join(f"{{% raw %}}{text}{{% endraw %}}" for text in texts))
+        leaf.map("data.prompt_template", "{{ prompt }}".join(f"{{% raw %}}{text}{{% endraw %}}" for text in texts))
     else:
-        found.map("data.prompt_template", "{prompt}".join(texts))
+        leaf.map("data.prompt_template", "{prompt}".join(texts))
 
 
-def system_prompt_file(found: Found) -> None:
-    if (text := text_file(found, "data.system_prompt")) is not None:
-        found.map("data.system_prompt", text)
+def system_prompt_file(leaf: Leaf) -> None:
+    if (text := text_file(leaf, "data.system_prompt")) is not None:
+        leaf.map("data.system_prompt", text)
 
 
 PUZZLE = "sliding_puzzle_game"
@@ -1139,65 +1146,67 @@ def environment_used(leaves: Mapping[str, Any]) -> str | None:
         return PUZZLE
     if leaves.get("env.should_use_nemo_gym") is True:
         return GYM
-    named = next((leaves[f"{place}env_name"] for place in DATA if leaves.get(f"{place}env_name") is not None), None)
+    environment = next(
+        (leaves[f"{place}env_name"] for place in DATA if leaves.get(f"{place}env_name") is not None), None
+    )
     present = dict.fromkeys(key.split(".")[1] for key in leaves if key.startswith("env.") and key.count(".") > 1)
-    return named or next((name for name in present if name not in ("math", "dapo")), "math" if present else None)
+    return environment or next((name for name in present if name not in ("math", "dapo")), "math" if present else None)
 
 
-def environment(found: Found) -> None:
+def environment(leaf: Leaf) -> None:
     """Say once that an environment is not there yet; math is (`finish` sets the reward)."""
-    name, used = found.name.split(".")[1], environment_used(found.leaves)
+    name, used = leaf.name.split(".")[1], environment_used(leaf.leaves)
     if name != used:
-        found.skip(f"the data's environment is {used}" if used else "there is no environment")
-    elif found.name == f"env.{name}.reward_functions":
-        reward_functions(found)
-    elif f"env.{name}.reward_functions" in found.leaves:
-        found.skip("rewards are computed in processes of their own")
-    elif any(entry.key.startswith(f"env.{name}.") and entry.status == "not yet" for entry in found.result.entries):
-        found.skip(f"it belongs to the environment {name}")
+        leaf.skip(f"the data's environment is {used}" if used else "there is no environment")
+    elif leaf.name == f"env.{name}.reward_functions":
+        reward_functions(leaf)
+    elif f"env.{name}.reward_functions" in leaf.leaves:
+        leaf.skip("rewards are computed in processes of their own")
+    elif any(entry.key.startswith(f"env.{name}.") and entry.status == "not yet" for entry in leaf.result.entries):
+        leaf.skip(f"it belongs to the environment {name}")
     else:
-        why = f"the environment {name} is not there yet; --reward names rlctl's own rewards"
-        found.say("not yet", why, "reward.terms")
+        reason = f"the environment {name} is not there yet; --reward names rlctl's own rewards"
+        leaf.say("not yet", reason, "reward.terms")
 
 
 REWARD_FUNCTIONS = ("format", "exact_alnum", "math_expr", "bbox_giou", "geo3k")
 """Rewards of NeMo-RL's environments of images; rlctl's have the same names and arguments."""
 
 
-def reward_functions(found: Found) -> None:
+def reward_functions(leaf: Leaf) -> None:
     """Map weighted rewards. NeMo-RL divides the weights by their sum."""
-    total = sum(one["weight"] for one in found.value)
-    unknown = [one["name"] for one in found.value if one["name"] not in REWARD_FUNCTIONS]
+    total = sum(function["weight"] for function in leaf.value)
+    unknown = [function["name"] for function in leaf.value if function["name"] not in REWARD_FUNCTIONS]
     if unknown or not total:
-        why = f"rlctl knows {', '.join(REWARD_FUNCTIONS)}, with weights whose sum is not 0"
-        found.say("not yet", f"{why}; --reward names another", "reward.terms")
+        reason = f"rlctl knows {', '.join(REWARD_FUNCTIONS)}, with weights whose sum is not 0"
+        leaf.say("not yet", f"{reason}; --reward names another", "reward.terms")
         return
     terms = [
-        {"name": one["name"], "weight": float(f"{one['weight'] / total:.12g}")}
-        | ({"params": dict(one["kwargs"])} if one.get("kwargs") else {})
-        for one in found.value
+        {"name": function["name"], "weight": float(f"{function['weight'] / total:.12g}")}
+        | ({"params": dict(function["kwargs"])} if function.get("kwargs") else {})
+        for function in leaf.value
     ]
-    found.map("reward.terms", terms)
+    leaf.map("reward.terms", terms)
 
 
-def gym(found: Found) -> None:
-    if environment_used(found.leaves) != GYM:
-        environment(found)
-    elif found.name.removeprefix(f"env.{GYM}.") in MARKS:
-        marks(found)
-    elif any(entry.key.startswith(f"env.{GYM}.") and entry.status == "changed" for entry in found.result.entries):
-        found.skip("NeMo Gym is started with it")
+def gym(leaf: Leaf) -> None:
+    if environment_used(leaf.leaves) != GYM:
+        environment(leaf)
+    elif leaf.name.removeprefix(f"env.{GYM}.") in MARKS:
+        marks(leaf)
+    elif any(entry.key.startswith(f"env.{GYM}.") and entry.status == "changed" for entry in leaf.result.entries):
+        leaf.skip("NeMo Gym is started with it")
     else:
         where = "its address is --set environment.params.head=http://HOST:PORT"
-        found.say(
+        leaf.say(
             "changed", f"start NeMo Gym with this section and vllm_model.yaml in place of the one for training; {where}"
         )
 
 
 def of_turns(key: str) -> Rule:
     """Return the rule of the advantage of turns that have a fault, as the environment NeMo Gym finds them."""
-    gym_alone = only(None, why="NeMo-RL knows such turns in NeMo Gym alone")
-    return when(lambda found: environment_used(found.leaves) == GYM, to(key), gym_alone)
+    gym_alone = only(None, reason="NeMo-RL knows such turns in NeMo Gym alone")
+    return when(lambda leaf: environment_used(leaf.leaves) == GYM, to(key), gym_alone)
 
 
 MARKS = {
@@ -1207,10 +1216,10 @@ MARKS = {
 """Texts by which NeMo-RL knows turns with a fault: its defaults, which are rlctl's."""
 
 
-def marks(found: Found) -> None:
+def marks(leaf: Leaf) -> None:
     """Accept only rlctl's marks of faulty turns."""
-    known = MARKS[found.name.rpartition(".")[2]]
-    only(None, known, why=f"turns with a fault are known by {', '.join(known)}")(found)
+    mark = MARKS[leaf.name.rpartition(".")[2]]
+    only(None, mark, reason=f"turns with a fault are known by {', '.join(mark)}")(leaf)
 
 
 PENALTIES = {
@@ -1221,94 +1230,94 @@ PENALTIES = {
 """NeMo-RL's switches, and rlctl's names of faults that take the reward of an episode of NeMo Gym."""
 
 
-def penalty(found: Found) -> None:
+def penalty(leaf: Leaf) -> None:
     """Map what takes the reward of an episode."""
-    name, unwanted = found.name.rpartition(".")[2], found.get("reward_penalties.token_ids.unwanted")
-    if not found.value:
-        found.skip("it is off")
-    elif environment_used(found.leaves) != GYM:
-        found.say("not yet", "NeMo-RL knows it in NeMo Gym alone", "environment.no_reward")
+    name, unwanted = leaf.name.rpartition(".")[2], leaf.get("reward_penalties.token_ids.unwanted")
+    if not leaf.value:
+        leaf.skip("it is off")
+    elif environment_used(leaf.leaves) != GYM:
+        leaf.say("not yet", "NeMo-RL knows it in NeMo Gym alone", "environment.no_reward")
     elif name in PENALTIES:
-        so_far = found.result.values.get("environment.no_reward", [])
+        so_far = leaf.result.values.get("environment.no_reward", [])
         tags = "tags are looked for in texts, and not by their token ids" if name.endswith("think_tag") else None
-        found.map_all({"environment.no_reward": [*so_far, PENALTIES[name]]}, tags)
+        leaf.map_all({"environment.no_reward": [*so_far, PENALTIES[name]]}, tags)
     elif unwanted and name == "penalize_unwanted_tokens":
-        found.map("environment.unwanted_tokens", [unwanted] if isinstance(unwanted, int) else unwanted)
+        leaf.map("environment.unwanted_tokens", [unwanted] if isinstance(unwanted, int) else unwanted)
     else:
-        found.say("not yet", "it needs reward_penalties.token_ids.unwanted", "environment.unwanted_tokens")
+        leaf.say("not yet", "it needs reward_penalties.token_ids.unwanted", "environment.unwanted_tokens")
 
 
-def scored_by_model(found: Found) -> None:
+def scored_by_model(leaf: Leaf) -> None:
     """Map a recipe's reward model, which scores in its published precision."""
-    if environment_used(found.leaves) != "reward_model":
-        environment(found)
+    if environment_used(leaf.leaves) != "reward_model":
+        environment(leaf)
     else:
-        terms = [{"name": f"model:{found.value}"}]
+        terms = [{"name": f"model:{leaf.value}"}]
         how = "it reads the prompt as the data has it, and is computed in float32 on processors"
-        found.map_all({"reward.terms": terms}, how)
+        leaf.map_all({"reward.terms": terms}, how)
 
 
-def of_reward_model(found: Found) -> None:
-    if environment_used(found.leaves) == "reward_model":
-        found.skip("scores do not depend on it: reward.terms names the reward model")
+def of_reward_model(leaf: Leaf) -> None:
+    if environment_used(leaf.leaves) == "reward_model":
+        leaf.skip("scores do not depend on it: reward.terms names the reward model")
     else:
-        environment(found)
+        environment(leaf)
 
 
 def with_turns(rule: Rule, otherwise: Rule) -> Rule:
     """Return the rule of a key of turns, which `rule` maps where the recipe has an environment with turns."""
-    return when(lambda found: environment_used(found.leaves) == PUZZLE, rule, otherwise)
+    return when(lambda leaf: environment_used(leaf.leaves) == PUZZLE, rule, otherwise)
 
 
 def when_math(rule: Rule) -> Rule:
-    return when(lambda found: environment_used(found.leaves) == "math", rule, environment)
+    return when(lambda leaf: environment_used(leaf.leaves) == "math", rule, environment)
 
 
 def variables(key: str) -> Rule:
     """Return the rule of an environment variable of processes, which `key` (an open mapping) passes on."""
 
-    def rule(found: Found) -> None:
-        name = found.name.rpartition(".")[2]
+    def rule(leaf: Leaf) -> None:
+        name = leaf.name.rpartition(".")[2]
         if name.startswith("NRL_"):
-            found.skip("it is NeMo-RL's own")
-        elif found.value is None:
-            found.skip("unset")
+            leaf.skip("it is NeMo-RL's own")
+        elif leaf.value is None:
+            leaf.skip("unset")
         else:
-            found.map(f"{key}.{name}", str(found.value))
+            leaf.map(f"{key}.{name}", str(leaf.value))
 
     return rule
 
 
-def dynamic_batching(found: Found) -> None:
+def dynamic_batching(leaf: Leaf) -> None:
     """Pad rows instead of packing them. NeMo-RL refuses both together; here packing wins."""
-    if found.value is not True:
-        found.skip("rows of training.micro_batch_tokens")
-    elif found.get("policy.sequence_packing.enabled") is True:
-        found.say("changed", "rows are packed; NeMo-RL refuses to start with policy.sequence_packing and this both on")
+    if leaf.value is not True:
+        leaf.skip("rows of training.micro_batch_tokens")
+    elif leaf.get("policy.sequence_packing.enabled") is True:
+        leaf.say("changed", "rows are packed; NeMo-RL refuses to start with policy.sequence_packing and this both on")
     else:
-        found.map_all({"training.packing": False, "training.dynamic_batching": True})
+        leaf.map_all({"training.packing": False, "training.dynamic_batching": True})
 
 
-def kept_checkpoints(found: Found) -> None:
+def kept_checkpoints(leaf: Leaf) -> None:
     """Keep the newest checkpoints without a metric, else the best by mean reward (validation if every checkpoint has
     one)."""
-    metric, highest = found.get("checkpointing.metric_name"), found.get("checkpointing.higher_is_better") is not False
-    every, saves = found.get("val_period", *STEPS) or 0, found.get("checkpointing.save_period") or 0
-    if found.get("checkpointing.enabled") is False:
-        found.skip("checkpoints are off")
+    metric, highest = leaf.get("checkpointing.metric_name"), leaf.get("checkpointing.higher_is_better") is not False
+    every, saves = leaf.get("val_period", *STEPS) or 0, leaf.get("checkpointing.save_period") or 0
+    if leaf.get("checkpointing.enabled") is False:
+        leaf.skip("checkpoints are off")
         return
-    if found.value is None or metric is None:
-        found.map("run.keep_last", found.value)
+    if leaf.value is None or metric is None:
+        leaf.map("run.keep_last", leaf.value)
         return
-    found.set("run.keep_best", found.value)
-    kept = f"run.keep_best: {found.value}, by the mean reward of"
-    at_each = validation_set(found) and every > 0 and saves % every == 0
+    leaf.set("run.keep_best", leaf.value)
+    kept = f"run.keep_best: {leaf.value}, by the mean reward of"
+    at_each = validation_set(leaf) and every > 0 and saves % every == 0
     if at_each and highest and re.match("val(?!.*loss)", str(metric)):
-        found.set("run.keep_best_by", "validation/reward_mean")
-        found.say("mapped", f"{kept} validation, every {every} steps")
+        leaf.set("run.keep_best_by", "validation/reward_mean")
+        leaf.say("mapped", f"{kept} validation, every {every} steps")
     else:
         theirs = str(metric) if highest else f"the lowest {metric}"
-        found.say("changed", f"{kept} training instead of {theirs}; and the newest")
+        leaf.say("changed", f"{kept} training instead of {theirs}; and the newest")
 
 
 LOGGERS = {
@@ -1319,20 +1328,20 @@ LOGGERS = {
 """Switches of loggers, and rlctl's names of these."""
 
 
-def loggers(found: Found) -> None:
-    found.map("run.loggers", [name for key, name in LOGGERS.items() if found.get(key) is True])
+def loggers(leaf: Leaf) -> None:
+    leaf.map("run.loggers", [name for key, name in LOGGERS.items() if leaf.get(key) is True])
 
 
 def logged_as(key: str, logger: str) -> Rule:
     """Return the rule of a logger's run name; rlctl uses the first enabled logger's name for all."""
 
-    def rule(found: Found) -> None:
-        first = next((name for switch, name in LOGGERS.items() if name != "tensorboard" and found.get(switch)), None)
+    def rule(leaf: Leaf) -> None:
+        first = next((name for switch, name in LOGGERS.items() if name != "tensorboard" and leaf.get(switch)), None)
         if first == logger:
-            found.map(key, found.value)
+            leaf.map(key, leaf.value)
         else:
             other = f"all loggers use {key}, which is that of {first}"
-            found.say("logging", f"{logger} is off" if first is None else other)
+            leaf.say("logging", f"{logger} is off" if first is None else other)
 
     return rule
 
@@ -1346,38 +1355,38 @@ SAMPLERS = {
 """Samplers of NeMo-RL's single controller: `rollouts.order`, and in which way it differs."""
 
 
-def sampler(found: Found) -> None:
+def sampler(leaf: Leaf) -> None:
     """Map the single controller's batches and staleness. Its engines always continue under new weights."""
-    name = found.get("async_rl.sampler.name") or "in_order"
+    name = leaf.get("async_rl.sampler.name") or "in_order"
     if name not in SAMPLERS:
-        found.say("not yet", f"rlctl has rollouts.order, and knows {', '.join(SAMPLERS)}", "rollouts.order")
+        leaf.say("not yet", f"rlctl has rollouts.order, and knows {', '.join(SAMPLERS)}", "rollouts.order")
         return
     order, otherwise = SAMPLERS[name]
-    knob = found.get(f"async_rl.sampler.{'max_lookahead' if name == 'in_order' else 'max_staleness'}_versions")
+    knob = leaf.get(f"async_rl.sampler.{'max_lookahead' if name == 'in_order' else 'max_staleness'}_versions")
     lag = 1 if knob is None else knob
     if lag == 0:
-        found.map("rollouts.mode", "sync")
+        leaf.map("rollouts.mode", "sync")
         return
     ages = {"rollouts.mode": "async", "rollouts.max_staleness": lag, "refit.in_flight": "keep"}
-    found.map_all({**ages, "rollouts.order": order}, otherwise)
+    leaf.map_all({**ages, "rollouts.order": order}, otherwise)
 
 
-def engine_devices(found: Found) -> None:
+def engine_devices(leaf: Leaf) -> None:
     """Map the devices that engines have to themselves, and the number of engines on them."""
     resources = "policy.generation.colocated.resources"
-    if found.get("policy.generation.colocated.enabled") is not False:
-        found.skip("policy and engines are on the same devices")
-    elif found.name != f"{resources}.gpus_per_node" and found.get(f"{resources}.gpus_per_node") is not None:
-        found.skip(f"read with {resources}.gpus_per_node")
+    if leaf.get("policy.generation.colocated.enabled") is not False:
+        leaf.skip("policy and engines are on the same devices")
+    elif leaf.name != f"{resources}.gpus_per_node" and leaf.get(f"{resources}.gpus_per_node") is not None:
+        leaf.skip(f"read with {resources}.gpus_per_node")
     else:
-        per_node = found.get(f"{resources}.gpus_per_node") or found.get("cluster.gpus_per_node") or 1
-        devices = (found.get(f"{resources}.num_nodes") or 1) * per_node
-        tp, pp = (found.get(f"{VLLM}.{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline"))
-        engines = max(1, devices // (tp * pp * engine_copies(found)))
-        found.map_all({"generation.engines": engines, "generation.devices": devices})
+        per_node = leaf.get(f"{resources}.gpus_per_node") or leaf.get("cluster.gpus_per_node") or 1
+        devices = (leaf.get(f"{resources}.num_nodes") or 1) * per_node
+        tp, pp = (leaf.get(f"{VLLM}.{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline"))
+        engines = max(1, devices // (tp * pp * engine_copies(leaf)))
+        leaf.map_all({"generation.engines": engines, "generation.devices": devices})
 
 
-def checkpoints_on(found: Found) -> None:
-    found.map("run.save_final", bool(found.value))
-    if not found.value:
-        found.set("run.checkpoint_every", 0)
+def checkpoints_on(leaf: Leaf) -> None:
+    leaf.map("run.save_final", bool(leaf.value))
+    if not leaf.value:
+        leaf.set("run.checkpoint_every", 0)

@@ -42,7 +42,7 @@ def penalized(rule: Rule) -> Rule:
 
 def of_gae(rule: Rule) -> Rule:
     """Return the rule of a key of generalized advantage estimation, which other estimators do not read."""
-    return when(lambda found: found.get("grpo.adv_estimator.name") == "gae", rule, "for other estimators")
+    return when(lambda leaf: leaf.get("grpo.adv_estimator.name") == "gae", rule, "for other estimators")
 
 
 READ_WITH_PERIOD = validated(without("read with grpo.val_period"))
@@ -52,10 +52,10 @@ ENGINE_CALLS = without("results do not depend on how an engine is called")
 UPDATES = without("training.optimizer_offload updates on the device, also where states are in host memory")
 ADAMW = ("torch.optim.AdamW", "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam")
 WHOLE_WEIGHTS = "refit and checkpoints need the whole parameters of each tensor-parallel rank"
-NO_BALANCING = only(None, 0, 0.0, why="routers have an auxiliary loss on Megatron alone (moe_aux_loss_coeff)")
+NO_BALANCING = only(None, 0, 0.0, reason="routers have an auxiliary loss on Megatron alone (moe_aux_loss_coeff)")
 REPLACED = without("an engine that fails is replaced, and its rollouts are begun again")
 BOUNDED = without("rollouts.max_staleness bounds what is begun")
-KV_CACHE = differs(None, True, why="caches that older weights have filled are always computed again")
+KV_CACHE = differs(None, True, reason="caches that older weights have filled are always computed again")
 
 FREEZING: dict[str, Rule] = {
     **dict.fromkeys(("freeze_vision_tower", "freeze_vision_model"), freezes("vision")),
@@ -75,7 +75,9 @@ _STEPS: dict[str, Rule] = {
     "max_num_epochs": rules.epochs,
     "max_rollout_turns": rules.with_turns(
         to("environment.turns"),
-        only(None, 1, why="the recipe has no environment with turns that rlctl knows", settled_by="environment.turns"),
+        only(
+            None, 1, reason="the recipe has no environment with turns that rlctl knows", settled_by="environment.turns"
+        ),
     ),
     "val_period": validated(rules.validation_period),
     "val_at_start": validated(to("validation.at_start")),
@@ -105,11 +107,11 @@ _SFT_AND_DPO: dict[str, Rule] = {
     "dpo.preference_average_log_probs": to("preference.average"),
     "dpo.sft_average_log_probs": rules.average_of_texts,
     "dpo.sft_loss_weight": to("preference.sft_weight"),
-    "dpo.preference_loss_weight": only(None, 1, 1.0, why="the preferences have the weight 1"),
+    "dpo.preference_loss_weight": only(None, 1, 1.0, reason="the preferences have the weight 1"),
 }
 
-GOLD = only(None, False, why="the gold loss, which compares sorted probabilities of tokens without a counterpart, is "
-            "not computed")  # fmt: skip
+GOLD = only(None, False, reason="the gold loss, which compares sorted probabilities of tokens without a counterpart, "
+            "is not computed")  # fmt: skip
 _DISTILLATION: dict[str, Rule] = {
     **{f"distillation.{key}": rule for key, rule in _STEPS.items()},
     "distillation.topk_logits_k": to("distillation.top_k"),
@@ -124,7 +126,7 @@ _DISTILLATION: dict[str, Rule] = {
             "vocab_topk": to("distillation.top_k"),
             "reverse_kl": to("distillation.forward_share", {True: 0.0, False: 1.0, None: 1.0}),
             "dynamic_loss_scaling": rules.loss_scaling,
-            "temperature": only(None, 1, 1.0, why="distributions are compared at the temperature 1"),
+            "temperature": only(None, 1, 1.0, reason="distributions are compared at the temperature 1"),
             "exact_token_match_only": without("a chunk has the same characters in both"),
             **dict.fromkeys(["kl_loss_weight", "ce_loss_scale"], without("read with loss_fn.dynamic_loss_scaling")),
             **dict.fromkeys(["gold_loss", "xtoken_loss"], GOLD),
@@ -133,28 +135,28 @@ _DISTILLATION: dict[str, Rule] = {
                             without("there is one teacher")),
         }.items()
     },
-    "teacher.projection_matrix_path": differs(None, why="the projection is computed from the two tokenizers"),
+    "teacher.projection_matrix_path": differs(None, reason="the projection is computed from the two tokenizers"),
     **dict.fromkeys(["teacher.gold_loss", "teacher.xtoken_loss"], GOLD),
-    "teacher.weight": only(None, 1, 1.0, why="distillation.weight is the weight of the only teacher"),
+    "teacher.weight": only(None, 1, 1.0, reason="distillation.weight is the weight of the only teacher"),
     "loss_fn.mixed_kl_weight": without("read with loss_fn.kl_type"),
     "loss_fn.zero_outside_topk": when(
         "teacher.model_name",
-        only(None, False, why="tokens outside of the top k are left out, or one event (distillation.outside)",
+        only(None, False, reason="tokens outside of the top k are left out, or one event (distillation.outside)",
              settled_by="distillation.outside"),
         "the recipe has no teacher",
     ),
     "teacher.model_name": to("teacher.model"),
     "teacher.precision": when(
-        lambda found: found.value in (None, found.get("policy.precision")),
+        lambda leaf: leaf.value in (None, leaf.get("policy.precision")),
         without("the teacher is in model.dtype, as the policy is"),
-        differs(why="the teacher is computed in model.dtype, as the policy is"),
+        differs(reason="the teacher is computed in model.dtype, as the policy is"),
     ),
-    "teacher.quant_cfg": only(None, why="the teacher is computed in model.dtype"),
+    "teacher.quant_cfg": only(None, reason="the teacher is computed in model.dtype"),
     "teacher.tokenizer.*": rules.across_tokenizers(
         without("the teacher has its own"), without("the teacher must have the policy's tokenizer, which is checked")
     ),
     "teacher.max_total_sequence_length": without("model.max_length"),
-    "teacher.hf_config_overrides.*": only(why="the model's configuration is taken as it is"),
+    "teacher.hf_config_overrides.*": only(reason="the model's configuration is taken as it is"),
     **{
         f"teacher.megatron_cfg.{theirs}": to(f"teacher.{ours}")
         for theirs, ours in {
@@ -162,7 +164,7 @@ _DISTILLATION: dict[str, Rule] = {
             "expert_model_parallel_size": "ep", "expert_tensor_parallel_size": "etp",
         }.items()
     },
-    "teacher.megatron_cfg.fp8_cfg.enabled": differs(None, False, why="the teacher is computed in model.dtype"),
+    "teacher.megatron_cfg.fp8_cfg.enabled": differs(None, False, reason="the teacher is computed in model.dtype"),
     "teacher.dtensor_cfg.tensor_parallel_size": to("teacher.tp"),
     "teacher.dtensor_cfg.context_parallel_size": to("teacher.cp"),
     "teacher.*": without("the teacher computes log-probs alone, on the rows of training"),
@@ -175,9 +177,9 @@ _GRPO: dict[str, Rule] = {
            rules.of_groups(rules.baseline)),
     **each("grpo", "val_num_generations_per_prompt num_val_generations_per_prompt",
            validated(to("validation.samples"))),
-    "grpo.val_start_at": validated(differs(None, 0, why="the first validation is after validation.every steps")),
+    "grpo.val_start_at": validated(differs(None, 0, reason="the first validation is after validation.every steps")),
     "grpo.stop_at_validation_metric": NO_VALIDATION,
-    "grpo.stop_at_validation_threshold": only(None, why="a plateau can end a run (validation.stop_after), no value"),
+    "grpo.stop_at_validation_threshold": only(None, reason="a plateau can end a run (validation.stop_after), no value"),
     "grpo.debug_payload_metrics": LOGS,
     "grpo.deduplicate_multimodal_data": without("the images of a group are stored and sent once"),
     "grpo.invalid_tool_call_advantage": rules.of_turns("advantage.invalid_tool_call"),
@@ -196,7 +198,7 @@ _GRPO: dict[str, Rule] = {
     "grpo.async_grpo.*": REPLACED,
     "grpo.overlong_filtering": to("filter.truncated", {True: "mask", False: "keep", None: None}),
     "grpo.use_dynamic_sampling": when(
-        lambda found: found.value or not found.get("grpo.zero_variance_prompt_filtering"),
+        lambda leaf: leaf.value or not leaf.get("grpo.zero_variance_prompt_filtering"),
         to("filter.groups", {True: "replace", False: "keep", None: None}),
         "grpo.zero_variance_prompt_filtering drops groups of one reward",
     ),
@@ -205,7 +207,7 @@ _GRPO: dict[str, Rule] = {
     ),
     "grpo.batch_multiplier": when(
         "grpo.use_dynamic_sampling",
-        differs(None, 1, why="each round samples as many prompts as are missing, not a multiple of the batch"),
+        differs(None, 1, reason="each round samples as many prompts as are missing, not a multiple of the batch"),
         "each round samples as many prompts as are missing",
     ),
     "grpo.reward_shaping.enabled": if_on(rules.reward_shaping),
@@ -234,7 +236,7 @@ _GRPO: dict[str, Rule] = {
     "loss_fn.ratio_clip_min": to("loss.clip_low"),
     "loss_fn.ratio_clip_max": to("loss.clip_high"),
     "loss_fn.ratio_clip_c": when(
-        lambda found: not found.get("loss_fn.use_cispo"), to("loss.dual_clip"), "the loss has no such bound"
+        lambda leaf: not leaf.get("loss_fn.use_cispo"), to("loss.dual_clip"), "the loss has no such bound"
     ),
     "loss_fn.token_level_loss": to("loss.level", {True: "token", False: "sequence"}),
     "loss_fn.use_importance_sampling_correction": rules.correction,
@@ -246,9 +248,9 @@ _GRPO: dict[str, Rule] = {
     "loss_fn.use_cispo": if_on(to("run.algorithm", {True: "cispo"})),
     **each("loss_fn", "positive_example_nll_weight positive_example_nll_loss_weight", rules.positive_nll),
     "loss_fn.sequence_level_importance_ratios": if_on(rules.sequence_ratios),
-    "loss_fn.kl_input_clamp_value": penalized(only(None, 20, 20.0, why="the log-ratio is limited to 20")),
+    "loss_fn.kl_input_clamp_value": penalized(only(None, 20, 20.0, reason="the log-ratio is limited to 20")),
     "loss_fn.kl_output_clamp_value": penalized(to("loss.kl_cap")),
-    "loss_fn.disable_ppo_ratio": only(None, False, why="the loss is PPO's"),
+    "loss_fn.disable_ppo_ratio": only(None, False, reason="the loss is PPO's"),
     "loss_fn.force_on_policy_ratio": rules.on_policy_ratio,
     "loss_fn.sum_weights_metric": LOGS,
     "loss_fn.use_kl_in_reward": rules.kl_in_reward,
@@ -257,7 +259,7 @@ _GRPO: dict[str, Rule] = {
 _POLICY: dict[str, Rule] = {
     "policy.model_name": rules.model_name,
     "policy.tokenizer.name": when(
-        lambda found: found.value not in (None, found.get("policy.model_name")),
+        lambda leaf: leaf.value not in (None, leaf.get("policy.model_name")),
         to("model.tokenizer"),
         "the model's own",
     ),
@@ -265,7 +267,7 @@ _POLICY: dict[str, Rule] = {
         keeps_template,
         without("the processor of a model that reads images has its own, which NeMo-RL keeps"),
         when(
-            lambda found: found.value != "default",
+            lambda leaf: leaf.value != "default",
             to("model.chat_template", null=rules.JOINED_MESSAGES),
             "model.chat_template stays at its default",
         ),
@@ -284,20 +286,22 @@ _POLICY: dict[str, Rule] = {
     "policy.hf_config_overrides.max_position_embeddings": to("model.max_position_embeddings"),
     "policy.hf_config_overrides.rope_scaling.*": rules.rope_scaling,
     **each("policy.hf_config_overrides", "router_aux_loss_coef text_config.router_aux_loss_coef", NO_BALANCING),
-    "policy.hf_config_overrides.*": only(why="the model's configuration is taken as it is"),
-    "policy.draft.enabled": differs(None, False, why="no draft model is trained along; the policy is not in its loss"),
+    "policy.hf_config_overrides.*": only(reason="the model's configuration is taken as it is"),
+    "policy.draft.enabled": differs(
+        None, False, reason="no draft model is trained along; the policy is not in its loss"
+    ),
     "policy.draft.*": without("read with policy.draft.enabled"),
     "policy.router_replay.enabled": to("training.router_replay"),
     "policy.quant_cfg": quantized_training,
     "policy.dequantize_base_checkpoint": without("weights are read in the format that they are published in"),
-    "policy.fsdp_offload_enabled": only(None, False, why="it belongs to a backend that NeMo-RL no longer has"),
+    "policy.fsdp_offload_enabled": only(None, False, reason="it belongs to a backend that NeMo-RL no longer has"),
     "policy.activation_checkpointing_enabled": to("training.recompute", {True: "full", False: None, None: None}),
     "policy.disable_modelopt_layer_spec": without("weights are rounded whatever the layers are"),
     **each("policy", "quant_calib_data quant_calib_size quant_batch_size quant_sequence_length",
            without("scales are those of the weights themselves")),
     "policy.is_vlm": without("read with the model"),
-    "policy.reward_model_cfg.enabled": only(None, True, why="a reward model ends in a score"),
-    "policy.reward_model_cfg.reward_model_type": only(None, "bradley_terry", why="the loss is Bradley and Terry's"),
+    "policy.reward_model_cfg.enabled": only(None, True, reason="a reward model ends in a score"),
+    "policy.reward_model_cfg.reward_model_type": only(None, "bradley_terry", reason="the loss is Bradley and Terry's"),
     "policy.tokenizer.video.*": without("prompts are texts and images"),
     "policy.tokenizer.use_fastokens": without("the tokenizer is the model's own, of transformers"),
     "policy.dynamic_batching.enabled": rules.dynamic_batching,
@@ -310,38 +314,38 @@ _POLICY: dict[str, Rule] = {
         "policy.sequence_packing.enabled", to("training.micro_batch_tokens"), "policy.sequence_packing is off"
     ),
     "policy.sequence_packing.*": without("rows are those of training, filled by rlctl's own packing"),
-    "policy.optimizer.name": only(*ADAMW, why="the optimizer is AdamW"),
+    "policy.optimizer.name": only(*ADAMW, reason="the optimizer is AdamW"),
     "policy.optimizer.kwargs.lr": to("optimizer.lr"),
     "policy.optimizer.kwargs.weight_decay": to("optimizer.weight_decay"),
     "policy.optimizer.kwargs.eps": to("optimizer.eps"),
     "policy.optimizer.kwargs.betas": rules.betas,
     **each("policy.optimizer.kwargs", "amsgrad maximize",
-           only(None, False, why="the optimizer is the published AdamW")),
+           only(None, False, reason="the optimizer is the published AdamW")),
     "policy.optimizer.*": without("how torch runs its optimizer"),
     "policy.scheduler": rules.torch_schedulers,
-    "policy.scheduler.*": only(why="rlctl reads a list of schedulers", settled_by="scheduler.decay"),
+    "policy.scheduler.*": only(reason="rlctl reads a list of schedulers", settled_by="scheduler.decay"),
     f"{DTENSOR}.enabled": to("training.backend", {True: "dtensor", False: None, None: None}),
     f"{DTENSOR}.tensor_parallel_size": to("training.tp"),
     f"{DTENSOR}.context_parallel_size": to("training.cp"),
     f"{DTENSOR}.expert_parallel_size": to("training.ep"),
     f"{DTENSOR}.dp_replicate_size": when(
-        lambda found: found.value != 1, to("training.replicate"), "training.replicate stays at its default"
+        lambda leaf: leaf.value != 1, to("training.replicate"), "training.replicate stays at its default"
     ),
     f"{DTENSOR}.sequence_parallel": without("tensor parallel ranks always share tokens out as well"),
     f"{DTENSOR}.activation_checkpointing": to("training.recompute", {True: "full", False: "none"}),
     f"{DTENSOR}.cpu_offload": rules.sharded_states_on_host,
-    f"{DTENSOR}.custom_parallel_plan": differs(None, why="each family is divided by rlctl's own plan"),
+    f"{DTENSOR}.custom_parallel_plan": differs(None, reason="each family is divided by rlctl's own plan"),
     f"{DTENSOR}._v2": without("both of NeMo-RL's workers are this one backend"),
     **each(DTENSOR, "clear_cache_every_n_steps moe_parallelizer.* automodel_kwargs.* lora_cfg.use_triton", KERNELS),
-    f"{DTENSOR}.automodel_kwargs.backend.gate_precision": differs(None, "float32", why="routers compute in float32"),
+    f"{DTENSOR}.automodel_kwargs.backend.gate_precision": differs(None, "float32", reason="routers compute in float32"),
     **{f"{DTENSOR}.automodel_kwargs.freeze_config.{key}": rule for key, rule in FREEZING.items()},
     f"{DTENSOR}.lora_cfg.enabled": without("`dim` is the rank: training.lora.rank"),
     f"{DTENSOR}.lora_cfg.dim": rules.dtensor_adapters,
     f"{DTENSOR}.lora_cfg.exclude_modules": to("training.lora.exclude"),
     f"{DTENSOR}.lora_cfg.alpha": to("training.lora.alpha"),
-    f"{DTENSOR}.lora_cfg.dropout": only(0, None, why="log-probs under dropout are not the sampling policy's"),
+    f"{DTENSOR}.lora_cfg.dropout": only(0, None, reason="log-probs under dropout are not the sampling policy's"),
     f"{DTENSOR}.lora_cfg.dropout_position": without("there is no dropout"),
-    f"{DTENSOR}.lora_cfg.lora_A_init": differs(why="A begins uniform (Kaiming), as the paper's code has it"),
+    f"{DTENSOR}.lora_cfg.lora_A_init": differs(reason="A begins uniform (Kaiming), as the paper's code has it"),
     f"{DTENSOR}.lora_cfg.*": without("read with lora_cfg.dim"),
     f"{DTENSOR}.env_vars.*": rules.variables("training.env"),
 }  # fmt: skip
@@ -349,7 +353,7 @@ _POLICY: dict[str, Rule] = {
 _MEGATRON: dict[str, Rule] = {
     "enabled": to("training.backend", {True: "megatron"}),
     "sequence_parallel": when(
-        lambda found: (found.get(f"{MEGATRON}.tensor_model_parallel_size") or 1) > 1,
+        lambda leaf: (leaf.get(f"{MEGATRON}.tensor_model_parallel_size") or 1) > 1,
         to("training.sequence_parallel"),
         "there is no tensor parallelism",
     ),
@@ -372,9 +376,9 @@ _MEGATRON: dict[str, Rule] = {
     **{f"{place}{key}": rule for place in ("freeze_config.", "") for key, rule in FREEZING.items()},
     "radio_force_cpe_eval_mode": KERNELS,
     "checkpoint.*": without("checkpoints are written by rlctl"),
-    "model_overrides.*": passes(only(why="it is not a field of Megatron-Core's configuration")),
+    "model_overrides.*": passes(only(reason="it is not a field of Megatron-Core's configuration")),
     "recompute_modules": when(
-        lambda found: found.value and found.get(f"{MEGATRON}.recompute_granularity") == "selective",
+        lambda leaf: leaf.value and leaf.get(f"{MEGATRON}.recompute_granularity") == "selective",
         to("megatron.recompute_modules"),
         "whole layers are computed again, if anything is",
     ),
@@ -392,15 +396,15 @@ _MEGATRON: dict[str, Rule] = {
     "layernorm_epsilon": without("the model's own"),
     "fp8_cfg.enabled": if_on(when(
         f"{MEGATRON}.fp8_cfg.fp8", without("fp8_cfg.fp8 is the format: megatron.fp8"),
-        only(why="fp8_cfg.fp8 names no format (hybrid or e4m3)"),
+        only(reason="fp8_cfg.fp8 names no format (hybrid or e4m3)"),
     )),
     "fp8_cfg.fp8": to("megatron.fp8", {name: name for name in ("hybrid", "e4m3")}),
     "fp8_cfg.fp8_recipe": to(
         "megatron.fp8_recipe", {name: name for name in ("delayed", "tensorwise", "blockwise", "mxfp8")}
     ),
-    "fp8_cfg.fp8_param": only(None, False, why="refits and checkpoints read weights in model.dtype"),
-    "fp8_cfg.fp8_dot_product_attention": only(None, False, why="attention is rlctl's own, in model.dtype"),
-    "fp8_cfg.fp8_multi_head_attention": only(None, False, why="attention is rlctl's own, in model.dtype"),
+    "fp8_cfg.fp8_param": only(None, False, reason="refits and checkpoints read weights in model.dtype"),
+    "fp8_cfg.fp8_dot_product_attention": only(None, False, reason="attention is rlctl's own, in model.dtype"),
+    "fp8_cfg.fp8_multi_head_attention": only(None, False, reason="attention is rlctl's own, in model.dtype"),
     "fp8_cfg.*": passes(),
     "env_vars.*": rules.variables("training.env"),
     "peft.enabled": without("`dim` is the rank: training.lora.rank"),
@@ -408,13 +412,13 @@ _MEGATRON: dict[str, Rule] = {
     "peft.alpha": to("training.lora.alpha"),
     "peft.target_modules": rules.adapted_layers,
     "peft.exclude_modules": to("training.lora.exclude"),
-    "peft.dropout": only(0, None, why="log-probs under dropout are not the sampling policy's"),
+    "peft.dropout": only(0, None, reason="log-probs under dropout are not the sampling policy's"),
     "peft.dropout_position": without("there is no dropout"),
-    "peft.lora_A_init_method": differs(why="A begins uniform (Kaiming), as the paper's code has it"),
-    "peft.lora_B_init_method": only("zero", why="B begins as 0: the policy is its base at first"),
-    "peft.lora_dtype": only(None, "None", why="adapters are in model.dtype"),
+    "peft.lora_A_init_method": differs(reason="A begins uniform (Kaiming), as the paper's code has it"),
+    "peft.lora_B_init_method": only("zero", reason="B begins as 0: the policy is its base at first"),
+    "peft.lora_dtype": only(None, "None", reason="adapters are in model.dtype"),
     "peft.a2a_experimental": without("routed experts have no adapters"),
-    "optimizer.optimizer": only("adam", why="the optimizer is Adam"),
+    "optimizer.optimizer": only("adam", reason="the optimizer is Adam"),
     "optimizer.lr": to("optimizer.lr"),
     "optimizer.weight_decay": to("optimizer.weight_decay"),
     "optimizer.clip_grad": to("optimizer.clip_grad", null=0),
@@ -427,7 +431,7 @@ _MEGATRON: dict[str, Rule] = {
     "optimizer.optimizer_cpu_offload": rules.states_on_host,
     "optimizer.optimizer_offload_fraction": when(
         f"{MEGATRON}.optimizer.optimizer_cpu_offload",
-        differs(None, 0, 1, why="training.optimizer_offload has all states in host memory, or none"),
+        differs(None, 0, 1, reason="training.optimizer_offload has all states in host memory, or none"),
         "read with optimizer_cpu_offload",
     ),
     **dict.fromkeys((
@@ -444,23 +448,23 @@ _MEGATRON: dict[str, Rule] = {
     "scheduler.start_weight_decay": rules.weight_decay_ends,
     "scheduler.end_weight_decay": rules.weight_decay_ends,
     "scheduler.weight_decay_incr_style": when(
-        lambda found: found.value not in (None, "constant"),
+        lambda leaf: leaf.value not in (None, "constant"),
         to("scheduler.weight_decay_style"),
         "weight decay is constant",
     ),
     "scheduler.override_opt_param_scheduler": without("a resumed run continues the schedule in its manifest"),
     "scheduler.use_checkpoint_opt_param_scheduler": without("a resumed run continues the schedule in its manifest"),
-    "scheduler.*": only(None, why="rlctl's schedule has no such setting"),
+    "scheduler.*": only(None, reason="rlctl's schedule has no such setting"),
     "distributed_data_parallel_config.average_in_collective": without(
         "gradients are summed, since the loss carries its normalization; Megatron refuses both together"
     ),
     "distributed_data_parallel_config.use_megatron_fsdp": only(
-        None, False, why=f"{WHOLE_WEIGHTS}; the DTensor backend shards weights (FSDP2)"
+        None, False, reason=f"{WHOLE_WEIGHTS}; the DTensor backend shards weights (FSDP2)"
     ),
     "distributed_data_parallel_config.data_parallel_sharding_strategy": when(
-        lambda found: found.value in (None, "optim_grads_params", "optim"),
+        lambda leaf: leaf.value in (None, "optim_grads_params", "optim"),
         without("read with use_megatron_fsdp; the optimizer's states are sharded in any case"),
-        only(why=f"it belongs to Megatron-FSDP, which rlctl does not run: {WHOLE_WEIGHTS}"),
+        only(reason=f"it belongs to Megatron-FSDP, which rlctl does not run: {WHOLE_WEIGHTS}"),
     ),
     "distributed_data_parallel_config.use_distributed_optimizer": without("the optimizer is always distributed"),
     "distributed_data_parallel_config.*": passes(),
@@ -482,25 +486,30 @@ _GENERATION: dict[str, Rule] = {
     "policy.generation.quant_cfg": quantized_engines,
     "policy.generation.real_quant": when(
         "policy.generation.quant_cfg",
-        differs(None, False, why="engines hold the rounded weights in bfloat16: the values of packed ones, in more "
+        differs(None, False, reason="engines hold the rounded weights in bfloat16: the values of packed ones, in more "
                 "memory and through other kernels"),
         "read with policy.generation.quant_cfg",
     ),
     "policy.generation.real_quant_ignore": when(
         "policy.generation.real_quant",
-        differs(None, why="engines compute with the policy's weights, which policy.quant_cfg rounds"),
+        differs(None, reason="engines compute with the policy's weights, which policy.quant_cfg rounds"),
         "read with policy.generation.real_quant",
     ),
     "policy.generation.real_quant_export_cpu_offload": without("read with policy.generation.real_quant"),
     **each("policy.generation", "refit_transport refit_cfg.*", without("refit.mover: a refit is rlctl's own")),
     f"{VLLM}.env_vars.*": rules.variables("generation.env"),
     f"{VLLM}.logprobs_mode": only(
-        None, "raw_logprobs", "processed_logprobs", why="log-probs are those of the distribution that was sampled from"
+        None,
+        "raw_logprobs",
+        "processed_logprobs",
+        reason="log-probs are those of the distribution that was sampled from"
     ),
     **each(VLLM, "is_mx use_deep_gemm", without("read with vllm_cfg.precision")),
     **each(VLLM, "quantization_ignored_layer_kws num_first_layers_in_bf16 num_last_layers_in_bf16", when(
-        lambda found: found.get(f"{VLLM}.precision") == "fp8",
-        differs(None, 0, why="all layers of the engines are in float8 (vllm.quantization_config can leave some out)"),
+        lambda leaf: leaf.get(f"{VLLM}.precision") == "fp8",
+        differs(
+            None, 0, reason="all layers of the engines are in float8 (vllm.quantization_config can leave some out)"
+        ),
         "read with vllm_cfg.precision",
     )),
     **each(VLLM, "expose_http_server http_server_serving_chat_kwargs http_server_serving_chat_kwargs.* "
@@ -543,15 +552,15 @@ _REST: dict[str, Rule] = {
                 to("validation.holdout"),
                 logs("validation.holdout is a number of prompts, which are not known here"),
             ),
-            "repeat": only(None, 1, why="prompts come round again by themselves"),
+            "repeat": only(None, 1, reason="prompts come round again by themselves"),
             "seed": without("run.seed"),
         }.items()
     },
-    "data.train.characters_per_sample": differs(None, 0, why="each row is a text of its own"),
-    "data.train.text_key": only(None, "text", why="the field of a plain text is `text`", settled_by="data.name"),
+    "data.train.characters_per_sample": differs(None, 0, reason="each row is a text of its own"),
+    "data.train.text_key": only(None, "text", reason="the field of a plain text is `text`", settled_by="data.name"),
     **each("data", "default.* train.*", without("read with the dataset")),
     "data.train": only(
-        None, why="lists of datasets are not read from recipes: set data.sources", settled_by="data.name"
+        None, reason="lists of datasets are not read from recipes: set data.sources", settled_by="data.name"
     ),
     **each("data.validation", "dataset_name data_path split input_key output_key subset", READ_WITH_PERIOD),
     **each("data", "val_data_path val_split", READ_WITH_PERIOD),
@@ -561,33 +570,35 @@ _REST: dict[str, Rule] = {
            "chat_key tool_key system_key use_preserving_dataset", without("read with dataset_name")),
     "data.train_split": rules.split,
     "data.max_input_seq_length": when(
-        lambda found: 0 < (found.value or 0) < (found.get("policy.max_total_sequence_length") or 0),
-        differs(why="longer rows are trained on as well, up to model.max_length"),
+        lambda leaf: 0 < (leaf.value or 0) < (leaf.get("policy.max_total_sequence_length") or 0),
+        differs(reason="longer rows are trained on as well, up to model.max_length"),
         "prompts that leave no room for a completion are refused",
     ),
     "data.num_workers": without("prompts are read by the driver"),
-    "data.use_multiple_dataloader": only(None, False, why="sources are mixed in every batch (data.sources)"),
+    "data.use_multiple_dataloader": only(None, False, reason="sources are mixed in every batch (data.sources)"),
     "data.num_prompts_per_dataloader": without("read with data.use_multiple_dataloader"),
-    "data.custom_dataloader": only(None, why="prompts are read by rlctl"),
+    "data.custom_dataloader": only(None, reason="prompts are read by rlctl"),
     **each("data", "add_eos add_generation_prompt add_system_prompt", without("the chat template decides")),
     "data.add_bos": when(
         rules.without_begin,
-        differs(None, False, why="the recipe's chat template writes no first token, and rlctl adds none"),
+        differs(None, False, reason="the recipe's chat template writes no first token, and rlctl adds none"),
         "the chat template decides",
     ),
     "env.math.num_workers": without("rewards are computed in one process"),
     "env.math.math_verify_impl": rules.when_math(
-        only(None, *rules.MATH_SCORERS, why="rlctl knows hf_math_verify and dapo_math_verify",
+        only(None, *rules.MATH_SCORERS, reason="rlctl knows hf_math_verify and dapo_math_verify",
              settled_by="reward.terms")
     ),
     "env.math.verifier_type": rules.when_math(
-        only(None, "math", why="answers are compared by math-verify", settled_by="reward.terms")
+        only(None, "math", reason="answers are compared by math-verify", settled_by="reward.terms")
     ),
     "env.math.*": rules.when_math(without("answers are compared by math-verify")),
     f"{PUZZLE}.cfg.game_config.size": to("environment.params.size"),
     f"{PUZZLE}.cfg.game_config.shuffle_moves": to("environment.params.shuffle_moves"),
     f"{PUZZLE}.cfg.max_moves": to("environment.params.max_moves"),
-    f"{PUZZLE}.*": only(None, why="the puzzle has the keys game_config.size, game_config.shuffle_moves and max_moves"),
+    f"{PUZZLE}.*": only(
+        None, reason="the puzzle has the keys game_config.size, game_config.shuffle_moves and max_moves"
+    ),
     f"env.{rules.MULTI_REWARD}.*": rules.multi_reward,
     "env.reward_model.model_name": rules.scored_by_model,
     "env.reward_model.*": rules.of_reward_model,
@@ -596,10 +607,10 @@ _REST: dict[str, Rule] = {
     "env.should_log_nemo_gym_responses": LOGS,
     "checkpointing.enabled": rules.checkpoints_on,
     "checkpointing.save_period": when(
-        lambda found: found.get("checkpointing.enabled") is not False, to("run.checkpoint_every"), "checkpoints are off"
+        lambda leaf: leaf.get("checkpointing.enabled") is not False, to("run.checkpoint_every"), "checkpoints are off"
     ),
     "checkpointing.keep_top_k": when(
-        lambda found: rules.of_texts(found.result),
+        lambda leaf: rules.of_texts(leaf.result),
         logs("the last checkpoints are kept; run.keep_best with run.keep_best_by=validation/loss keeps the best"),
         rules.kept_checkpoints,
     ),
@@ -625,13 +636,13 @@ _REST: dict[str, Rule] = {
     "async_rl.sampler.name": rules.sampler,
     **each("async_rl.sampler", "max_lookahead_versions max_staleness_versions",
            when("async_rl.sampler.name", without("read with async_rl.sampler.name"), rules.sampler)),
-    "async_rl.sampler.evict_stale_samples": differs(None, False, why="nothing that was sampled is thrown away"),
-    "async_rl.sampler.*": differs(None, False, why="rollouts.order alone says which groups make a batch"),
+    "async_rl.sampler.evict_stale_samples": differs(None, False, reason="nothing that was sampled is thrown away"),
+    "async_rl.sampler.*": differs(None, False, reason="rollouts.order alone says which groups make a batch"),
     "async_rl.recompute_kv_cache_after_weight_updates": KV_CACHE,
     **each("async_rl", "max_inflight_prompts max_buffered_rollouts", BOUNDED),
     "async_rl.min_groups_for_streaming_train": without("a batch is trained on when all of it is there"),
     "async_rl.rollout_failure.native.generation_timeout_s": differs(
-        None, why="rollouts.timeout_s ends a rollout that takes too long, with what it has"
+        None, reason="rollouts.timeout_s ends a rollout that takes too long, with what it has"
     ),
     "async_rl.rollout_failure.*": without("no prompt is dropped: what fails is begun again, or ends the run"),
     "async_rl.generation_fleet_health.*": REPLACED,
@@ -677,8 +688,8 @@ def finish(result: Import, leaves: Mapping[str, Any]) -> None:
             2 if result.values.get("run.algorithm") in rules.OF_PAIRS else 1
         )  # both of its texts are in one micro-batch
         tokens = pair * length * (rows if isinstance(rows, int) else 1)
-        if pair == 2 and (given := result.values.get("training.micro_batch_tokens")):
-            result.values["training.micro_batch_tokens"] = max(given, pair * length)
+        if pair == 2 and (micro_batch := result.values.get("training.micro_batch_tokens")):
+            result.values["training.micro_batch_tokens"] = max(micro_batch, pair * length)
         default("training.micro_batch_tokens", tokens, "policy.train_micro_batch_size")
     if rules.of_texts(result):
         cut = "cut" if result.values["run.algorithm"] == "distill" else "drop"

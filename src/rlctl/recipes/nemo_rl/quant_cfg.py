@@ -13,7 +13,7 @@ import yaml
 
 from rlctl.config.files import read_text
 from rlctl.recipes.nemo_rl.mapping_rules import folders_of
-from rlctl.recipes.rules import Found
+from rlctl.recipes.rules import Leaf
 
 OWN_NAMES = {
     "W4A16_NVFP4_CFG": (("*",), 16),
@@ -32,45 +32,45 @@ class _Unreadable(Exception):
     """A configuration that means something else than rlctl does; the reason."""
 
 
-def quantized_training(found: Found) -> None:
+def quantized_training(leaf: Leaf) -> None:
     """Map the policy's quantization, which engines share."""
     name = "policy.generation.quant_cfg"
-    if found.value is None:
-        found.skip("what rlctl does")
-    elif found.leaves.get(name) != found.value and any(key.startswith("policy.generation.") for key in found.leaves):
-        found.say("not yet", f"engines compute with the policy's weights, and {name} is another", f"{KEY}.format")
+    if leaf.value is None:
+        leaf.skip("what rlctl does")
+    elif leaf.leaves.get(name) != leaf.value and any(key.startswith("policy.generation.") for key in leaf.leaves):
+        leaf.say("not yet", f"engines compute with the policy's weights, and {name} is another", f"{KEY}.format")
     else:
         try:
-            values = _values(found)
+            values = _values(leaf)
         except _Unreadable as error:
-            found.say("not yet", str(error), f"{KEY}.format")
+            leaf.say("not yet", str(error), f"{KEY}.format")
             return
         but = "scales of matrices follow the weights, where ModelOpt keeps the first ones"
-        found.map_all({f"{KEY}.{key}": value for key, value in values.items()}, but)
+        leaf.map_all({f"{KEY}.{key}": value for key, value in values.items()}, but)
 
 
-def quantized_engines(found: Found) -> None:
-    if found.value is None:
-        found.skip("what rlctl does")
-    elif found.leaves.get("policy.quant_cfg") is None:
-        why = "engines compute with the policy's weights, and policy.quant_cfg is unset"
-        found.say("not yet", why, f"{KEY}.format")
+def quantized_engines(leaf: Leaf) -> None:
+    if leaf.value is None:
+        leaf.skip("what rlctl does")
+    elif leaf.leaves.get("policy.quant_cfg") is None:
+        reason = "engines compute with the policy's weights, and policy.quant_cfg is unset"
+        leaf.say("not yet", reason, f"{KEY}.format")
     else:
-        found.skip(f"engines get the policy's rounded weights: {KEY}")
+        leaf.skip(f"engines get the policy's rounded weights: {KEY}")
 
 
-def _values(found: Found) -> dict[str, Any]:
-    if found.value in OWN_NAMES:
-        tensors, block = OWN_NAMES[found.value]
+def _values(leaf: Leaf) -> dict[str, Any]:
+    if leaf.value in OWN_NAMES:
+        tensors, block = OWN_NAMES[leaf.value]
         return {"format": "nvfp4", "block": block, "tensors": list(tensors), "exclude": list(LEFT_OUT)}
-    if found.value in OF_ACTIVATIONS:
+    if leaf.value in OF_ACTIVATIONS:
         raise _Unreadable(ACTIVATIONS)
-    for path in (folder / str(found.value) for folder in folders_of(found)):
+    for path in (folder / str(leaf.value) for folder in folders_of(leaf)):
         if path.is_file():
-            told = yaml.safe_load(read_text(path, found.name))
-            return _of_rules(told.get("quantize", told))
-    known = ", ".join(OWN_NAMES)
-    raise _Unreadable(f"rlctl knows {known}, and files that are here or above the recipe")
+            content = yaml.safe_load(read_text(path, leaf.name))
+            return _of_rules(content.get("quantize", content))
+    names = ", ".join(OWN_NAMES)
+    raise _Unreadable(f"rlctl knows {names}, and files that are here or above the recipe")
 
 
 def _of_rules(settings: Mapping[str, Any]) -> dict[str, Any]:

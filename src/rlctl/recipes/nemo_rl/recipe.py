@@ -41,7 +41,7 @@ from rlctl.recipes.nemo_rl.mapping_rules import (
     of_other_backend,
 )
 from rlctl.recipes.nemo_rl.mapping_table import RENAMED, RULES, finish
-from rlctl.recipes.rules import Found, Rule, apply_rule, rule_of
+from rlctl.recipes.rules import Leaf, Rule, apply_rule, rule_of
 from rlctl.settings.config import RolloutConfig
 
 if TYPE_CHECKING:
@@ -149,48 +149,50 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     result = Import(path or Path("recipe.yaml"), trainer=TRAINER)
     before = read_recipe(path) if overrides else {}
     result.before = {renamed(key): value for key, value in leaves_of(before)}
-    found = _with_one_teacher(dict(leaves_of(read_recipe(path, overrides, result.files))))
-    given = {key for override in overrides for key in given_keys(override)}
-    result.overridden = frozenset(map(renamed, given))
-    for key in found:
+    with_teacher = _with_one_teacher(dict(leaves_of(read_recipe(path, overrides, result.files))))
+    overridden = {key for override in overrides for key in given_keys(override)}
+    result.overridden = frozenset(map(renamed, overridden))
+    for key in with_teacher:
         if (now := renamed(key)) != key and not key.startswith("ppo."):
-            result.entries.append(Entry(key, found[key], "mapped", f"read as {now}"))
-    leaves = {renamed(key): value for key, value in found.items()}
-    known = {key: value for key, value in leaves.items() if not isinstance(value, Unresolved)}
-    result.foreign, algorithm = foreign_kind(known)
+            result.entries.append(Entry(key, with_teacher[key], "mapped", f"read as {now}"))
+    leaves = {renamed(key): value for key, value in with_teacher.items()}
+    constants = {key: value for key, value in leaves.items() if not isinstance(value, Unresolved)}
+    result.foreign, algorithm = foreign_kind(constants)
     if algorithm == "distill":
         result.set("teacher.own_tokenizer", True, f"{ONE_TEACHER}.tokenizer")
-        leaves, known = ({_of_teacher(key): value for key, value in one.items()} for one in (leaves, known))
-    if result.foreign is None and of_images(known):
+        leaves, constants = (
+            {_of_teacher(key): value for key, value in mapping.items()} for mapping in (leaves, constants)
+        )
+    if result.foreign is None and of_images(constants):
         result.set("model.images", True, MODEL)
-    if is_ppo := algorithm == "grpo" and any(key.startswith("ppo.") for key in found):
+    if is_ppo := algorithm == "grpo" and any(key.startswith("ppo.") for key in with_teacher):
         algorithm = "ppo"
     if algorithm is not None and result.foreign is None:
         result.set("run.algorithm", algorithm, algorithm)
-    unwritten = left_out(algorithm, known) if result.foreign is None else {}
-    known |= unwritten
+    unwritten = left_out(algorithm, constants) if result.foreign is None else {}
+    constants |= unwritten
     other = Import(result.path)
     for key, value in (leaves | unwritten).items():
         rule = find_rule(key)
-        if told := _outcome(key, value, rule, known, result.foreign):
+        if outcome := _outcome(key, value, rule, constants, result.foreign):
             text = value.text if isinstance(value, Unresolved) else value
-            result.entries.append(Entry(key, text, *told))
+            result.entries.append(Entry(key, text, *outcome))
         elif rule is not None:
-            apply_rule(rule, Found(other if of_other_backend(key, known) else result, key, value, known))
-    carry_over(result, other, known)
-    finish(result, known)
-    on_dtensor(result, known)
+            apply_rule(rule, Leaf(other if of_other_backend(key, constants) else result, key, value, constants))
+    carry_over(result, other, constants)
+    finish(result, constants)
+    on_dtensor(result, constants)
     result.entries = [entry for entry in result.entries if entry.key not in unwritten]
     if is_ppo:
-        _import_critic(result, known)
-    if line := disagreement(result, other, known):
+        _import_critic(result, constants)
+    if line := disagreement(result, other, constants):
         result.notes.append(line)
-    _explain_unknown(result, given - set(_paths(before)))
+    _explain_unknown(result, overridden - set(_paths(before)))
     order = {key: index for index, key in enumerate(leaves)}
     if algorithm == "distill":
         result.entries = [replace(entry, key=_in_list(entry.key)) for entry in result.entries]
         result.source = {key: _in_list(source) for key, source in result.source.items()}
-        order = {key: index for index, key in enumerate(found)}
+        order = {key: index for index, key in enumerate(with_teacher)}
     result.entries.sort(key=lambda entry: order.get(entry.key, len(order)))
     # Recipes of dense models carry fields of experts, and most name loggers that need not be installed here.
     result.optional = {key for key in result.values if key.startswith(("megatron.", "ddp."))}
@@ -216,9 +218,9 @@ def _with_one_teacher(leaves: dict[str, Any]) -> dict[str, Any]:
     listed = leaves.get("teachers")
     if not isinstance(listed, list) or len(listed) != 1 or not isinstance(listed[0], Mapping):
         return leaves
-    own = {f"{ONE_TEACHER}.{key}": value for key, value in leaves_of(listed[0])}
+    teacher_keys = {f"{ONE_TEACHER}.{key}": value for key, value in leaves_of(listed[0])}
     kept = {key: value for key, value in leaves.items() if key != "teachers" and key.partition(".")[0] != "teacher"}
-    return kept | own
+    return kept | teacher_keys
 
 
 def _of_teacher(key: str) -> str:
@@ -235,20 +237,20 @@ def _of_ppo(key: str) -> str:
 
 def _import_critic(result: Import, leaves: Mapping[str, Any]) -> None:
     """Read how the value model learns as if it were the policy, and give it to the critic."""
-    own, other = Import(result.path), Import(result.path)
+    critic, other = Import(result.path), Import(result.path)
     as_policy = {
         f"policy.{key.removeprefix('value.')}": value for key, value in leaves.items() if key.startswith("value.")
     }
     learned = {key: value for key, value in as_policy.items() if of_other_backend(key, as_policy) or LEARNS.match(key)}
     for key, value in learned.items():
         if (rule := find_rule(key)) is not None and not not_read(key, as_policy, None):
-            apply_rule(rule, Found(other if of_other_backend(key, as_policy) else own, key, value, as_policy))
-    carry_over(own, other, as_policy)
-    for key, value in critic_values(own).items():
+            apply_rule(rule, Leaf(other if of_other_backend(key, as_policy) else critic, key, value, as_policy))
+    carry_over(critic, other, as_policy)
+    for key, value in critic_values(critic).items():
         result.set(key, value, "value")
     result.entries += [
         replace(entry, key=f"value.{entry.key.removeprefix('policy.')}")
-        for entry in own.entries
+        for entry in critic.entries
         if entry.status == "not yet"
     ]
     if (epochs := result.values.get("batch.epochs", 1)) > 1:
@@ -275,8 +277,8 @@ def _outcome(
         return stops, "it is a section, and NeMo-RL has one value there"
     any_text = ".env_vars." in key or key.startswith("logger.")  # a variable's value, a name in a logger
     if isinstance(value, str) and value.lower() in BOOLEAN_TEXTS and not any_text:
-        why = "it is a text, and NeMo-RL takes every text for true: write true or false without quotes"
-        return "not yet", f"{why}, or ${{oc.decode:...}} around a variable"
+        description = "it is a text, and NeMo-RL takes every text for true: write true or false without quotes"
+        return "not yet", f"{description}, or ${{oc.decode:...}} around a variable"
     reason = not_read(key, leaves, foreign)
     return ("not applicable", reason) if reason else None
 
@@ -317,7 +319,7 @@ def _paths(values: Any, prefix: str = "") -> Iterator[str]:
         yield from _paths(value, f"{prefix}{name}.")
 
 
-def _unknown(key: str, present: Sequence[str], why: str = "neither the recipe nor NeMo-RL has it") -> ConfigError:
+def _unknown(key: str, present: Sequence[str], reason: str = "neither the recipe nor NeMo-RL has it") -> ConfigError:
     """Return the error of an unknown override, with another trainer's counterpart or the more similar name of NeMo-RL
     and rlctl."""
     schema = Schema((RolloutConfig,))
@@ -325,7 +327,7 @@ def _unknown(key: str, present: Sequence[str], why: str = "neither the recipe no
     names = [name for name in (closest(key, 0.6, present), ours) if name]
     close = [ours] if key in OTHER_TRAINERS else difflib.get_close_matches(key, names, 1, 0) if names else []
     meant = f"Did you mean `{close[0]}`?" if close else "`rlctl config schema` lists rlctl's own keys."
-    return ConfigError(f"unknown key `{key}`: {why}.", meant)
+    return ConfigError(f"unknown key `{key}`: {reason}.", meant)
 
 
 RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
@@ -352,8 +354,8 @@ def read_recipe(
     for override in overrides:
         for key in given_keys(override):
             if key not in present and not knows(key):
-                why = "rlctl has no such key, and NeMo-RL has none"
-                raise _unknown(key, present, *([why] if path is None else []))
+                reason = "rlctl has no such key, and NeMo-RL has none"
+                raise _unknown(key, present, *([reason] if path is None else []))
         try:
             if not override.remove:
                 OmegaConf.update(config, override.key, override.value, merge=True, force_add=True)
@@ -378,9 +380,9 @@ def _resolved(holder: DictConfig | ListConfig, key: Any) -> Any:
     except MissingMandatoryValue:
         return "???"
     except OmegaConfBaseException as error:
-        why = sentence(error).rpartition(" raised while resolving interpolation: ")[2].strip("\"'")
+        reason = sentence(error).rpartition(" raised while resolving interpolation: ")[2].strip("\"'")
         written: Any = OmegaConf.to_container(holder, resolve=False)
-        return Unresolved(written[key], why)
+        return Unresolved(written[key], reason)
 
 
 def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> DictConfig:
@@ -392,26 +394,28 @@ def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> Di
     files.append(place)
     if place in chain:
         raise ConfigError(f"{path}: its chain of `defaults` comes back to itself.")
-    what = f"`defaults` of {chain[-1].name}:" if chain else "NeMo-RL recipe"
-    text = read_text(path, what, FILE_LIMIT_BYTES)
+    problem = f"`defaults` of {chain[-1].name}:" if chain else "NeMo-RL recipe"
+    text = read_text(path, problem, FILE_LIMIT_BYTES)
     try:
         values: Any = OmegaConf.create(text)
         if not OmegaConf.is_dict(values):
-            raise ConfigError(f"{what} {path} must hold sections of keys, not a list.")
+            raise ConfigError(f"{problem} {path} must hold sections of keys, not a list.")
         parents = values.pop("defaults", None) or []
         merged = OmegaConf.create({})
         for parent in [parents] if isinstance(parents, str) else parents:
             if not isinstance(parent, str):
                 raise ConfigError(f"{path}: `defaults` names {parent!r}, which is not a file.")
             if not os.path.isfile(path.parent / parent):  # False for a name that is too long
-                why = f"{path} builds on {parent} (`defaults`), and there is no file {path.parent / parent}."
-                raise ConfigError(why, "Keep recipes in the folders that they have in NeMo-RL, or copy this file, too.")
+                reason = f"{path} builds on {parent} (`defaults`), and there is no file {path.parent / parent}."
+                raise ConfigError(
+                    reason, "Keep recipes in the folders that they have in NeMo-RL, or copy this file, too."
+                )
             merged = _merged(merged, _with_defaults(path.parent / parent, (*chain, place), files))
         return _merged(merged, values)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{what} {path} is not valid YAML: {explain(error)}.") from error
+        raise ConfigError(f"{problem} {path} is not valid YAML: {explain(error)}.") from error
     except (OmegaConfBaseException, RecursionError) as error:
-        raise ConfigError(f"{what} {path} cannot be read: {sentence(error)}.") from error
+        raise ConfigError(f"{problem} {path} cannot be read: {sentence(error)}.") from error
 
 
 def _merged(under: DictConfig, over: DictConfig) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlctl.recipes.rules import Found, Rule, differs, if_on, logs, only, to, when
+from rlctl.recipes.rules import Leaf, Rule, differs, if_on, logs, only, to, when
 from rlctl.settings.run import LOGGERS
 
 METHODS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm"}
@@ -64,7 +64,7 @@ OF_REWARD = ("center_rewards_coefficient",)
 
 
 def without(reason: str) -> Rule:
-    return lambda found: found.skip(reason)
+    return lambda leaf: leaf.skip(reason)
 
 
 def each(names: str, rule: Rule) -> dict[str, Rule]:
@@ -77,106 +77,106 @@ def trainer_of(values: dict[str, Any], method: str | None) -> str:
     if method in by_method:
         return by_method[method]
     marks = (("rloo", OF_RLOO), ("kto", OF_KTO), ("reward", OF_REWARD), ("grpo", OF_GRPO), ("dpo", OF_DPO))
-    named = next((trainer for trainer, keys in marks if any(key in values for key in keys)), "sft")
-    return "grpo" if method is not None and named != "rloo" else named
+    named_trainer = next((trainer for trainer, keys in marks if any(key in values for key in keys)), "sft")
+    return "grpo" if method is not None and named_trainer != "rloo" else named_trainer
 
 
-def dataset(found: Found) -> None:
-    part = found.get("dataset_config")
-    found.map("data.name", f"{found.value}:{part}" if part else found.value)
+def dataset(leaf: Leaf) -> None:
+    part = leaf.get("dataset_config")
+    leaf.map("data.name", f"{leaf.value}:{part}" if part else leaf.value)
 
 
-def mixture(found: Found) -> None:
+def mixture(leaf: Leaf) -> None:
     """Map the data sets of a mixture, which TRL joins row after row."""
     sources = []
-    for one in found.value or ():
-        if not one.get("path"):
-            found.say("not yet", "a data set of the mixture has no path", "data.sources")
+    for entry in leaf.value or ():
+        if not entry.get("path"):
+            leaf.say("not yet", "a data set of the mixture has no path", "data.sources")
             return
-        name = f"{one['path']}:{one['name']}" if one.get("name") else one["path"]
-        sources.append({"name": name} | ({"split": one["split"]} if one.get("split") else {}))
+        name = f"{entry['path']}:{entry['name']}" if entry.get("name") else entry["path"]
+        sources.append({"name": name} | ({"split": entry["split"]} if entry.get("split") else {}))
     if sources:
-        found.map_all({"data.sources": sources})
+        leaf.map_all({"data.sources": sources})
     else:
-        found.skip("there is none")
+        leaf.skip("there is none")
 
 
-def batch(found: Found) -> None:
+def batch(leaf: Leaf) -> None:
     """Map the rows of an optimizer step, which TRL has for each process."""
-    rows = (found.value or 8) * (found.get("gradient_accumulation_steps") or 1)
+    rows = (leaf.value or 8) * (leaf.get("gradient_accumulation_steps") or 1)
     per = ""
-    if "num_generations" in found.leaves:
-        generations = found.get("num_generations") or 8
+    if "num_generations" in leaf.leaves:
+        generations = leaf.get("num_generations") or 8
         if rows % generations:
-            found.say("changed", f"{rows} rollouts are no whole number of groups of {generations}: set batch.prompts")
+            leaf.say("changed", f"{rows} rollouts are no whole number of groups of {generations}: set batch.prompts")
             return
         rows, per = rows // generations, f", in groups of {generations}"
-    found.map_all({"batch.prompts": rows}, f"the batch of one process{per}: with N processes it is N times that")
+    leaf.map_all({"batch.prompts": rows}, f"the batch of one process{per}: with N processes it is N times that")
 
 
-def steps_of_batch(found: Found) -> None:
-    accumulated = found.get("gradient_accumulation_steps") or 1
-    if found.value in (None, accumulated):
-        found.skip("a batch is one optimizer step")
-    elif found.value % accumulated:
-        found.say("not yet", "it is no multiple of gradient_accumulation_steps", "batch.optimizer_steps")
+def steps_of_batch(leaf: Leaf) -> None:
+    accumulated = leaf.get("gradient_accumulation_steps") or 1
+    if leaf.value in (None, accumulated):
+        leaf.skip("a batch is one optimizer step")
+    elif leaf.value % accumulated:
+        leaf.say("not yet", "it is no multiple of gradient_accumulation_steps", "batch.optimizer_steps")
     else:
-        found.map("batch.optimizer_steps", found.value // accumulated)
+        leaf.map("batch.optimizer_steps", leaf.value // accumulated)
 
 
 def unless_loss_is(names: str, rule: Rule) -> Rule:
     """Return a rule for a bound that the losses `names` do not have."""
-    return when(lambda found: found.get("loss_type") not in names.split(), rule, "the loss has no such bound")
+    return when(lambda leaf: leaf.get("loss_type") not in names.split(), rule, "the loss has no such bound")
 
 
-def loss_type(found: Found) -> None:
-    if found.value not in LOSSES:
-        found.say("not yet", f"rlctl knows {', '.join(LOSSES)}", "run.algorithm")
+def loss_type(leaf: Leaf) -> None:
+    if leaf.value not in LOSSES:
+        leaf.say("not yet", f"rlctl knows {', '.join(LOSSES)}", "run.algorithm")
     else:
-        found.map_all(LOSSES[found.value])
+        leaf.map_all(LOSSES[leaf.value])
 
 
-def kl_in_reward(found: Found) -> None:
+def kl_in_reward(leaf: Leaf) -> None:
     """Map the KL penalty that RLOO subtracts from the reward of a completion."""
-    if found.value:
-        values = {"loss.kl_in": "reward", "loss.kl_estimator": "k1", "loss.kl_coefficient": found.value}
-        found.map_all(values, "each token has its own penalty, where TRL subtracts their sum before the baseline")
+    if leaf.value:
+        values = {"loss.kl_in": "reward", "loss.kl_estimator": "k1", "loss.kl_coefficient": leaf.value}
+        leaf.map_all(values, "each token has its own penalty, where TRL subtracts their sum before the baseline")
     else:
-        found.map("loss.kl_coefficient", 0.0)
+        leaf.map("loss.kl_coefficient", 0.0)
 
 
-def scaled_rewards(found: Found) -> None:
-    if found.value in (True, "group", False, "none", None):
-        found.map("advantage.normalize_std", found.value not in (False, "none"))
+def scaled_rewards(leaf: Leaf) -> None:
+    if leaf.value in (True, "group", False, "none", None):
+        leaf.map("advantage.normalize_std", leaf.value not in (False, "none"))
     else:
-        found.say(
+        leaf.say(
             "not yet", "rewards are divided by the deviation of their group or not at all", "advantage.normalize_std"
         )
 
 
-def reward_functions(found: Found) -> None:
+def reward_functions(leaf: Leaf) -> None:
     """Map reward functions: a file or module of the user's, or one of TRL's, whose form rlctl has."""
-    names = [found.value] if isinstance(found.value, str) else list(found.value or ())
-    weights = found.get("reward_weights") or [1.0] * len(names)
-    known = {"accuracy_reward": "math-verify", "trl.rewards.accuracy_reward": "math-verify"}
+    names = [leaf.value] if isinstance(leaf.value, str) else list(leaf.value or ())
+    weights = leaf.get("reward_weights") or [1.0] * len(names)
+    rewards = {"accuracy_reward": "math-verify", "trl.rewards.accuracy_reward": "math-verify"}
     terms, others = [], []
     for name, weight in zip(names, weights, strict=True):
-        if name in known or ":" in name or name.endswith(".py"):
-            terms.append({"name": known.get(name, name), "weight": float(weight)})
+        if name in rewards or ":" in name or name.endswith(".py"):
+            terms.append({"name": rewards.get(name, name), "weight": float(weight)})
         else:
             others.append(name)
     if others:
-        why = f"{', '.join(others)} of a package: name path/to/file.py:function, which is called as TRL calls it"
-        found.say("not yet", why, "reward.terms")
+        reason = f"{', '.join(others)} of a package: name path/to/file.py:function, which is called as TRL calls it"
+        leaf.say("not yet", reason, "reward.terms")
     if terms:
-        found.set("reward.terms", terms)
-        found.say("mapped", f"reward.terms: {', '.join(term['name'] for term in terms)}")
+        leaf.set("reward.terms", terms)
+        leaf.say("mapped", f"reward.terms: {', '.join(term['name'] for term in terms)}")
 
 
-def corrected(found: Found) -> None:
+def corrected(leaf: Leaf) -> None:
     """Map the correction for what vLLM computes differently."""
-    if found.get("vllm_importance_sampling_correction") is False or found.value == "none":
-        found.map("loss.importance_correction", "off")
+    if leaf.get("vllm_importance_sampling_correction") is False or leaf.value == "none":
+        leaf.map("loss.importance_correction", "off")
         return
     kinds = {
         "token_truncate": ("truncated", "token"),
@@ -184,83 +184,81 @@ def corrected(found: Found) -> None:
         "token_mask": ("masked", "token"),
         "sequence_mask": ("masked", "sequence"),
     }
-    if found.value not in kinds:
-        found.say("not yet", f"rlctl knows {', '.join(kinds)}", "loss.importance_correction")
+    if leaf.value not in kinds:
+        leaf.say("not yet", f"rlctl knows {', '.join(kinds)}", "loss.importance_correction")
         return
-    kind, level = kinds[found.value]
-    cap = found.get("vllm_importance_sampling_clip_max", "") or found.get("vllm_importance_sampling_cap") or 3.0
-    found.map_all({"loss.importance_correction": kind, "loss.importance_level": level, "loss.importance_cap": cap})
+    kind, level = kinds[leaf.value]
+    cap = leaf.get("vllm_importance_sampling_clip_max", "") or leaf.get("vllm_importance_sampling_cap") or 3.0
+    leaf.map_all({"loss.importance_correction": kind, "loss.importance_level": level, "loss.importance_cap": cap})
 
 
-def schedule(found: Found) -> None:
+def schedule(leaf: Leaf) -> None:
     """Map the decay of the learning rate, which ends with the run in both."""
     kinds = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-    if found.value in kinds:
-        found.map("scheduler.decay", kinds[found.value])
+    if leaf.value in kinds:
+        leaf.map("scheduler.decay", kinds[leaf.value])
     else:
-        found.say("not yet", f"rlctl knows {', '.join(kinds)}", "scheduler.decay")
+        leaf.say("not yet", f"rlctl knows {', '.join(kinds)}", "scheduler.decay")
 
 
-def warmup(found: Found) -> None:
-    steps, value = found.get("max_steps"), found.value or 0
+def warmup(leaf: Leaf) -> None:
+    steps, value = leaf.get("max_steps"), leaf.value or 0
     if value >= 1 or value == 0:
-        found.map("scheduler.warmup_steps", int(value))
+        leaf.map("scheduler.warmup_steps", int(value))
     elif isinstance(steps, int) and steps > 0:
-        found.map("scheduler.warmup_steps", int(value * steps))
+        leaf.map("scheduler.warmup_steps", int(value * steps))
     else:
-        found.say(
+        leaf.say(
             "changed",
             f"a share of all steps, which follow from the data: set scheduler.warmup_steps to {value} x the steps",
         )
 
 
-def precision(found: Found) -> None:
+def precision(leaf: Leaf) -> None:
     names = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "auto": None, None: None}
-    if found.value in names:
-        found.map("model.dtype", names[found.value])
+    if leaf.value in names:
+        leaf.map("model.dtype", names[leaf.value])
     else:
-        found.say("not yet", f"rlctl knows {', '.join(map(str, names))}", "model.dtype")
+        leaf.say("not yet", f"rlctl knows {', '.join(map(str, names))}", "model.dtype")
 
 
-def strategy(key: str, own: str) -> Rule:
+def strategy(key: str, strategy_name: str) -> Rule:
     """Return the rule of how often something is done, in steps or by another measure."""
 
-    def rule(found: Found) -> None:
-        kind = found.get(own)
+    def rule(leaf: Leaf) -> None:
+        kind = leaf.get(strategy_name)
         if kind == "no":
-            found.map(key, 0)
-        elif isinstance(found.value, int):
-            found.map(key, found.value)
+            leaf.map(key, 0)
+        elif isinstance(leaf.value, int):
+            leaf.map(key, leaf.value)
         else:
-            found.say("logging", f"set {key} to a number of steps")
+            leaf.say("logging", f"set {key} to a number of steps")
 
     return rule
 
 
-def loggers(found: Found) -> None:
-    names = [found.value] if isinstance(found.value, str) else list(found.value or ())
-    own = [name for name in names if name in LOGGERS]
-    if others := [name for name in names if name not in (*own, "none", "all")]:
-        found.say("logging", f"rlctl has no logger {', '.join(others)}; run.loggers lists those it has")
-    found.map("run.loggers", own)
+def loggers(leaf: Leaf) -> None:
+    names = [leaf.value] if isinstance(leaf.value, str) else list(leaf.value or ())
+    supported = [name for name in names if name in LOGGERS]
+    if others := [name for name in names if name not in (*supported, "none", "all")]:
+        leaf.say("logging", f"rlctl has no logger {', '.join(others)}; run.loggers lists those it has")
+    leaf.map("run.loggers", supported)
 
 
-def preference_loss(found: Found) -> None:
-    names = (
-        list(found.value) if isinstance(found.value, Sequence) and not isinstance(found.value, str) else [found.value]
-    )
+def preference_loss(leaf: Leaf) -> None:
+    names = list(leaf.value) if isinstance(leaf.value, Sequence) and not isinstance(leaf.value, str) else [leaf.value]
     kinds = {
         "sigmoid": {"preference.loss": "dpo"},
         "ipo": {"preference.loss": "ipo"},
         "sigmoid_norm": {"preference.loss": "dpo", "preference.average": True},
     }
     if len(names) == 1 and names[0] in kinds:
-        found.map_all(kinds[names[0]])
+        leaf.map_all(kinds[names[0]])
     elif sorted(map(str, names)) == ["sft", "sigmoid"]:
-        weights = dict(zip(names, found.get("loss_weights") or (1.0, 1.0), strict=False))
-        found.map_all({"preference.loss": "dpo", "preference.sft_weight": weights["sft"]})
+        weights = dict(zip(names, leaf.get("loss_weights") or (1.0, 1.0), strict=False))
+        leaf.map_all({"preference.loss": "dpo", "preference.sft_weight": weights["sft"]})
     else:
-        found.say("not yet", f"rlctl knows {', '.join(kinds)}, and sigmoid with sft", "preference.loss")
+        leaf.say("not yet", f"rlctl knows {', '.join(kinds)}, and sigmoid with sft", "preference.loss")
 
 
 KERNELS = without("rlctl chooses kernels by itself; results are the same")
@@ -271,9 +269,7 @@ HUB = without("`rlctl convert` makes files to upload")
 
 _ALL: dict[str, Rule] = {
     "model_name_or_path": to("model.name"),
-    "model_revision": when(
-        lambda found: found.value not in (None, "main"), to("model.revision"), "main is the default"
-    ),
+    "model_revision": when(lambda leaf: leaf.value not in (None, "main"), to("model.revision"), "main is the default"),
     **each("dtype torch_dtype", precision),
     "trust_remote_code": if_on(to("model.trust_remote_code")),
     "bf16": if_on(to("model.dtype", {True: "bfloat16"})),
@@ -286,20 +282,20 @@ _ALL: dict[str, Rule] = {
     "use_peft": without("read with lora_r"),
     "lora_r": when("use_peft", to("training.lora.rank"), "LoRA is off"),
     "lora_alpha": when("use_peft", to("training.lora.alpha"), "LoRA is off"),
-    "lora_dropout": differs(None, 0, 0.0, why="adapters have no dropout"),
+    "lora_dropout": differs(None, 0, 0.0, reason="adapters have no dropout"),
     "lora_target_modules": only(
         None,
         "all-linear",
-        why="rlctl names the layers with adapters in its own way",
+        reason="rlctl names the layers with adapters in its own way",
         settled_by="training.lora.targets",
     ),
     **each(
         "lora_target_parameters lora_modules_to_save",
-        only(None, why="adapters are on linear layers alone", settled_by="training.lora.targets"),
+        only(None, reason="adapters are on linear layers alone", settled_by="training.lora.targets"),
     ),
     **each(
         "use_rslora use_dora load_in_8bit load_in_4bit",
-        only(None, False, why="adapters are plain LoRA in the model's precision", settled_by="training.lora.rank"),
+        only(None, False, reason="adapters are plain LoRA in the model's precision", settled_by="training.lora.rank"),
     ),
     **each(
         "bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant lora_task_type",
@@ -321,28 +317,28 @@ _ALL: dict[str, Rule] = {
     "weight_decay": to("optimizer.weight_decay"),
     "max_grad_norm": to("optimizer.clip_grad", null=0),
     "adam_epsilon": to("optimizer.eps"),
-    "adam_beta1": lambda found: found.map("optimizer.adam_beta1", found.value),
-    "adam_beta2": lambda found: found.map("optimizer.adam_beta2", found.value),
+    "adam_beta1": lambda leaf: leaf.map("optimizer.adam_beta1", leaf.value),
+    "adam_beta2": lambda leaf: leaf.map("optimizer.adam_beta2", leaf.value),
     "optim": only(
         None,
         "adamw_torch",
         "adamw_torch_fused",
         "adamw_hf",
-        why="the optimizer is AdamW with float32 states",
+        reason="the optimizer is AdamW with float32 states",
         otherwise="changed",
     ),
     "lr_scheduler_type": schedule,
     "lr_scheduler_kwargs": only(
-        None, why="set min_lr and others of the section scheduler", settled_by="scheduler.min_lr"
+        None, reason="set min_lr and others of the section scheduler", settled_by="scheduler.min_lr"
     ),
     **each("warmup_steps warmup_ratio", warmup),
     "per_device_train_batch_size": batch,
     "gradient_accumulation_steps": without("read with per_device_train_batch_size"),
     "max_steps": when(
-        lambda found: isinstance(found.value, int) and found.value > 0, to("run.steps"), "num_train_epochs ends the run"
+        lambda leaf: isinstance(leaf.value, int) and leaf.value > 0, to("run.steps"), "num_train_epochs ends the run"
     ),
     "num_train_epochs": when(
-        lambda found: (found.get("max_steps") or 0) > 0, without("max_steps ends the run"), to("run.epochs")
+        lambda leaf: (leaf.get("max_steps") or 0) > 0, without("max_steps ends the run"), to("run.epochs")
     ),
     "seed": to("run.seed"),
     "data_seed": without("run.seed"),
@@ -352,8 +348,8 @@ _ALL: dict[str, Rule] = {
     "report_to": loggers,
     "save_steps": strategy("run.checkpoint_every", "save_strategy"),
     "save_strategy": when(
-        lambda found: found.value == "no",
-        lambda found: found.map("run.checkpoint_every", 0),
+        lambda leaf: leaf.value == "no",
+        lambda leaf: leaf.map("run.checkpoint_every", 0),
         "run.checkpoint_every and run.checkpoint_minutes",
     ),
     "save_total_limit": to("run.keep_last"),
@@ -380,9 +376,9 @@ _ALL: dict[str, Rule] = {
         "num_processes num_machines ds3_gather_for_generation average_tokens_across_devices",
         without("the planner spreads the model over the GPUs (cluster.gpus_per_node)"),
     ),
-    "neftune_noise_alpha": only(None, why="embeddings get no noise"),
+    "neftune_noise_alpha": only(None, reason="embeddings get no noise"),
     "disable_dropout": without("models are trained without dropout"),
-    "model_init_kwargs": only(None, why="the model's configuration is taken as it is"),
+    "model_init_kwargs": only(None, reason="the model's configuration is taken as it is"),
     "chat_template_kwargs": to("model.chat_template_kwargs"),
     "chat_template_path": to("model.chat_template"),
     "router_aux_loss_coef": without("megatron.moe_aux_loss_coeff"),
@@ -394,44 +390,46 @@ _GRPO: dict[str, Rule] = {
     "num_generations_eval": to("validation.samples"),
     "max_completion_length": to("generation.max_new_tokens"),
     "max_prompt_length": when(
-        lambda found: found.value,
-        lambda found: found.map("model.max_length", found.value + (found.get("max_completion_length") or 512)),
+        lambda leaf: leaf.value,
+        lambda leaf: leaf.map("model.max_length", leaf.value + (leaf.get("max_completion_length") or 512)),
         "prompts have any length",
     ),
     "temperature": to("generation.temperature"),
     "top_p": to("generation.top_p"),
-    "top_k": when(lambda found: (found.value or 0) > 0, to("generation.top_k"), "all tokens"),
+    "top_k": when(lambda leaf: (leaf.value or 0) > 0, to("generation.top_k"), "all tokens"),
     "min_p": to("generation.min_p"),
-    "repetition_penalty": only(None, 1, 1.0, why="engines sample from the policy's own distribution"),
-    "generation_kwargs": only(None, why="set keys of the section generation", settled_by="generation.stop"),
-    "generation_batch_size": differs(None, why="batch.prompts x batch.generations are sampled for a step"),
+    "repetition_penalty": only(None, 1, 1.0, reason="engines sample from the policy's own distribution"),
+    "generation_kwargs": only(None, reason="set keys of the section generation", settled_by="generation.stop"),
+    "generation_batch_size": differs(None, reason="batch.prompts x batch.generations are sampled for a step"),
     "steps_per_generation": steps_of_batch,
     "num_iterations": to("batch.epochs"),
     "beta": to("loss.kl_coefficient"),
     "epsilon": unless_loss_is(
         "sapo",
-        lambda found: found.map_all(
-            {"loss.clip_low": found.value} | ({} if found.get("epsilon_high") else {"loss.clip_high": found.value})
+        lambda leaf: leaf.map_all(
+            {"loss.clip_low": leaf.value} | ({} if leaf.get("epsilon_high") else {"loss.clip_high": leaf.value})
         ),
     ),
     "epsilon_high": unless_loss_is("sapo", to("loss.clip_high")),
     "delta": unless_loss_is("sapo cispo", to("loss.dual_clip")),
     "loss_type": loss_type,
     "importance_sampling_level": when(
-        lambda found: found.value == "sequence", lambda found: found.map("run.algorithm", "gspo"), "what rlctl does"
+        lambda leaf: leaf.value == "sequence", lambda leaf: leaf.map("run.algorithm", "gspo"), "what rlctl does"
     ),
     "scale_rewards": scaled_rewards,
     "multi_objective_aggregation": to("advantage.per_term", {"sum_then_normalize": False, "normalize_then_sum": True}),
     "reward_funcs": reward_functions,
     "reward_weights": without("read with reward_funcs"),
-    "reward_model_name_or_path": lambda found: found.map("reward.terms", [{"name": f"model:{found.value}"}]),
+    "reward_model_name_or_path": lambda leaf: leaf.map("reward.terms", [{"name": f"model:{leaf.value}"}]),
     "mask_truncated_completions": to("filter.truncated", {True: "mask", False: "keep", None: None}),
     "entropy_coef": to("loss.entropy_coefficient"),
-    "top_entropy_quantile": only(None, 1, 1.0, why="all tokens are learned from"),
+    "top_entropy_quantile": only(None, 1, 1.0, reason="all tokens are learned from"),
     **each(
         "sync_ref_model use_adaptive_entropy",
         only(
-            None, False, why="the reference is the model that the run began with, and the weight of the entropy stays"
+            None,
+            False,
+            reason="the reference is the model that the run began with, and the weight of the entropy stays",
         ),
     ),
     **each(
@@ -440,10 +438,10 @@ _GRPO: dict[str, Rule] = {
         without("read with sync_ref_model and use_adaptive_entropy"),
     ),
     "sapo_temperature_pos": when(
-        lambda found: found.get("loss_type") == "sapo", to("loss.sapo_temperature_positive"), "the loss has no gate"
+        lambda leaf: leaf.get("loss_type") == "sapo", to("loss.sapo_temperature_positive"), "the loss has no gate"
     ),
     "sapo_temperature_neg": when(
-        lambda found: found.get("loss_type") == "sapo", to("loss.sapo_temperature_negative"), "the loss has no gate"
+        lambda leaf: leaf.get("loss_type") == "sapo", to("loss.sapo_temperature_negative"), "the loss has no gate"
     ),
     **each("vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg", without("read with loss_type")),
     "off_policy_mask_threshold": to("loss.off_policy_mask"),
@@ -458,7 +456,7 @@ _GRPO: dict[str, Rule] = {
     "vllm_tensor_parallel_size": to("generation.tp"),
     "vllm_max_model_length": to("model.max_length"),
     "vllm_mode": to("generation.colocated", {"colocate": True, "server": None, None: None}),
-    "vllm_structured_outputs_regex": only(None, why="completions are free texts"),
+    "vllm_structured_outputs_regex": only(None, reason="completions are free texts"),
     **each(
         "use_vllm vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host vllm_server_port "
         "vllm_server_timeout vllm_group_port cache_implementation use_transformers_paged "
@@ -471,16 +469,16 @@ _GRPO: dict[str, Rule] = {
 _RLOO: dict[str, Rule] = _GRPO | {
     "beta": kl_in_reward,
     "normalize_advantages": if_on(
-        lambda found: found.map_all({"advantage.whiten": True, "advantage.whiten_over": "rollouts"})
+        lambda leaf: leaf.map_all({"advantage.whiten": True, "advantage.whiten_over": "rollouts"})
     ),
     "reward_clip_range": only(
-        None, why="advantage.clip_low and advantage.clip_high bound advantages", settled_by="advantage.clip_low"
+        None, reason="advantage.clip_low and advantage.clip_high bound advantages", settled_by="advantage.clip_low"
     ),
 }
 
 _TEXTS: dict[str, Rule] = {
     "max_length": to("model.max_length"),
-    "truncation_mode": only(None, "keep_start", why="texts lose their end", otherwise="changed"),
+    "truncation_mode": only(None, "keep_start", reason="texts lose their end", otherwise="changed"),
     "pad_token": without("rows are packed"),
 }
 
@@ -490,11 +488,11 @@ _SFT: dict[str, Rule] = _TEXTS | {
     **each("packing_strategy eval_packing", without("rows of a batch are packed, each text on its own")),
     "assistant_only_loss": without("a loss is on the assistant's tokens (data.train_on)"),
     "completion_only_loss": when(
-        lambda found: found.value is False, to("data.train_on", {False: "all"}), "what rlctl does"
+        lambda leaf: leaf.value is False, to("data.train_on", {False: "all"}), "what rlctl does"
     ),
-    "dataset_text_field": only("text", None, why="the field of a plain text is `text`", settled_by="data.name"),
-    "eos_token": only(None, why="the chat template ends a text", otherwise="changed"),
-    "loss_type": only(None, "nll", why="the loss is the negative log-likelihood"),
+    "dataset_text_field": only("text", None, reason="the field of a plain text is `text`", settled_by="data.name"),
+    "eos_token": only(None, reason="the chat template ends a text", otherwise="changed"),
+    "loss_type": only(None, "nll", reason="the loss is the negative log-likelihood"),
 }
 
 _DPO: dict[str, Rule] = _TEXTS | {
@@ -504,11 +502,11 @@ _DPO: dict[str, Rule] = _TEXTS | {
     "label_smoothing": to("preference.label_smoothing"),
     "precompute_ref_log_probs": to("preference.precompute"),
     "precompute_ref_batch_size": without("rows are sized in tokens"),
-    "f_divergence_type": only(None, "reverse_kl", why="the divergence from the reference is reverse KL"),
+    "f_divergence_type": only(None, "reverse_kl", reason="the divergence from the reference is reverse KL"),
     **each("f_alpha_divergence_coef discopop_tau", without("read with f_divergence_type and loss_type")),
-    "ld_alpha": only(None, 1, 1.0, why="all tokens of a completion have the same weight"),
+    "ld_alpha": only(None, 1, 1.0, reason="all tokens of a completion have the same weight"),
     **each(
-        "use_weighting sync_ref_model", only(None, False, why="pairs have the same weight, and the reference stays")
+        "use_weighting sync_ref_model", only(None, False, reason="pairs have the same weight, and the reference stays")
     ),
     **each("ref_model_mixup_alpha ref_model_sync_steps", without("read with sync_ref_model")),
     "max_prompt_length": without("model.max_length"),
@@ -516,7 +514,7 @@ _DPO: dict[str, Rule] = _TEXTS | {
 }
 
 _OF_REFERENCE: dict[str, Rule] = {
-    "sync_ref_model": only(None, False, why="the reference stays"),
+    "sync_ref_model": only(None, False, reason="the reference stays"),
     **each("ref_model_mixup_alpha ref_model_sync_steps", without("read with sync_ref_model")),
 }
 
@@ -524,14 +522,14 @@ _KTO: dict[str, Rule] = _TEXTS | {
     "beta": to("preference.beta"),
     "desirable_weight": to("preference.good_weight"),
     "undesirable_weight": to("preference.bad_weight"),
-    "loss_type": only("kto", None, why="the loss is KTO's", settled_by="run.algorithm"),
+    "loss_type": only("kto", None, reason="the loss is KTO's", settled_by="run.algorithm"),
     **each("precompute_ref_log_probs precompute_ref_batch_size", without("each step computes the reference")),
     **_OF_REFERENCE,
 }
 
 _REWARD: dict[str, Rule] = _TEXTS | {
-    "center_rewards_coefficient": only(None, 0, 0.0, why="the loss has no term that centers rewards"),
-    "eos_token": only(None, why="the chat template ends a text", otherwise="changed"),
+    "center_rewards_coefficient": only(None, 0, 0.0, reason="the loss has no term that centers rewards"),
+    "eos_token": only(None, reason="the chat template ends a text", otherwise="changed"),
 }
 
 TABLES: dict[str, dict[str, Rule]] = {

@@ -9,7 +9,7 @@ from typing import Any
 from rlctl.config.recipes import Entry, Import, override_key
 from rlctl.config.yaml_values import parse_value, read_mapping
 from rlctl.errors import ConfigError, suggest
-from rlctl.recipes.rules import Found, apply_rule
+from rlctl.recipes.rules import Leaf, apply_rule
 from rlctl.recipes.trl.mapping import DEFAULTS, METHODS, TABLES, trainer_of
 
 BATCH = "per_device_train_batch_size"
@@ -23,35 +23,37 @@ def import_recipe(path: Path | None, overrides: Sequence[str] = (), method: str 
     if path is not None:
         result.files.append(path.resolve())
         values = read_mapping(path, "TRL's configuration")
-    given = {override_key(text): parse_value(text.partition("=")[2]) for text in overrides}
-    result.overridden = frozenset(given)
-    values |= given
+    overridden = {override_key(text): parse_value(text.partition("=")[2]) for text in overrides}
+    result.overridden = frozenset(overridden)
+    values |= overridden
     variables = values.pop("env", None) or {}
     trainer = trainer_of(values, method)
     table = TABLES[trainer]
-    for key in given:
+    for key in overridden:
         if key not in table:
             raise ConfigError(f"unknown key `{key}`: `trl {trainer}` has none.", suggest(key, table))
     result.set("run.algorithm", METHODS[trainer], "trl")
     defaults = {} if path is None else DEFAULTS.get(trainer, DEFAULTS["sft"])
     unwritten = {key: value for key, value in defaults.items() if key not in values}
-    known = values | unwritten
-    for key, value in known.items():
+    constants = values | unwritten
+    for key, value in constants.items():
         if key in table:
-            apply_rule(table[key], Found(result, key, value, known))
+            apply_rule(table[key], Leaf(result, key, value, constants))
         else:
             meant = suggest(key, dict.fromkeys(name for keys in TABLES.values() for name in keys))
-            why = f"`trl {trainer}` has no such key"
-            result.entries.append(Entry(key, value, "not known", f"{why}. {meant}" if meant else why))
+            reason = f"`trl {trainer}` has no such key"
+            result.entries.append(Entry(key, value, "not known", f"{reason}. {meant}" if meant else reason))
     for name, value in variables.items():
         result.set(f"training.env.{name}", str(value), f"env.{name}")
         result.entries.append(Entry(f"env.{name}", value, "mapped", f"training.env.{name}"))
     if path is not None and result.source.get("batch.prompts") == BATCH:
-        rows, prompts = known[BATCH] or 8, result.values["batch.prompts"]
-        told = f"the file has no {BATCH}, which is {rows} by default" if BATCH in unwritten else f"{BATCH} is {rows}"
+        rows, prompts = constants[BATCH] or 8, result.values["batch.prompts"]
+        batch_line = (
+            f"the file has no {BATCH}, which is {rows} by default" if BATCH in unwritten else f"{BATCH} is {rows}"
+        )
         result.notes.append(
-            f"batch.prompts is {prompts}, the batch of one process of TRL's ({told}): TRL on N GPUs has N times as "
-            "many; give --prompts"
+            f"batch.prompts is {prompts}, the batch of one process of TRL's ({batch_line}): TRL on N GPUs has N times "
+            "as many; give --prompts"
         )
     result.entries = [entry for entry in result.entries if entry.key not in unwritten]
     if trainer == "grpo" and path is not None and "reward.terms" not in result.values:

@@ -43,8 +43,8 @@ class Verl:
         from rlctl.recipes.rules import rule_of
         from rlctl.recipes.verl import mapping, texts
 
-        known = any(rule_of(key, rules) is not None for rules in (mapping.RULES, texts.RULES))
-        return key.partition(".")[0] in (*SECTIONS, *SHARED) and known
+        known_key = any(rule_of(key, rules) is not None for rules in (mapping.RULES, texts.RULES))
+        return key.partition(".")[0] in (*SECTIONS, *SHARED) and known_key
 
     def read(self, path: Path | None, overrides: Sequence[str], method: str | None) -> Import:
         from rlctl.recipes.hydra import require_packages

@@ -10,7 +10,7 @@ from typing import Any
 from rlctl.config.files import read_text
 from rlctl.config.recipes import Import
 from rlctl.config.yaml_values import read_mapping
-from rlctl.recipes.rules import Found, Rule, differs, hand_on, if_on, logs, only, to, when
+from rlctl.recipes.rules import Leaf, Rule, differs, hand_on, if_on, logs, only, to, when
 from rlctl.settings.run import LOGGERS
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -49,7 +49,7 @@ OF_CRITIC = {"critic.cliprange_value": 0.5, "algorithm.lam": 1.0, "critic.optim.
 
 
 def without(reason: str) -> Rule:
-    return lambda found: found.skip(reason)
+    return lambda leaf: leaf.skip(reason)
 
 
 def each(section: str, names: str, rule: Rule) -> dict[str, Rule]:
@@ -58,359 +58,359 @@ def each(section: str, names: str, rule: Rule) -> dict[str, Rule]:
 
 def of_critic(rule: Rule) -> Rule:
     """Return the rule of a key that estimators without a critic do not read."""
-    return when(lambda found: found.get("algorithm.adv_estimator") == "gae", rule, "there is no critic")
+    return when(lambda leaf: leaf.get("algorithm.adv_estimator") == "gae", rule, "there is no critic")
 
 
 def listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
-def algorithm(found: Found) -> None:
-    loss = found.get(f"{ACTOR}.policy_loss.loss_mode")
-    if found.value not in ALGORITHMS:
-        found.say("not yet", f"rlctl knows {', '.join(ALGORITHMS)}", "run.algorithm")
+def algorithm(leaf: Leaf) -> None:
+    loss = leaf.get(f"{ACTOR}.policy_loss.loss_mode")
+    if leaf.value not in ALGORITHMS:
+        leaf.say("not yet", f"rlctl knows {', '.join(ALGORITHMS)}", "run.algorithm")
     elif loss in LOSSES:
-        found.skip(f"{ACTOR}.policy_loss.loss_mode names the algorithm")
+        leaf.skip(f"{ACTOR}.policy_loss.loss_mode names the algorithm")
     else:
-        found.map("run.algorithm", ALGORITHMS[found.value])
+        leaf.map("run.algorithm", ALGORITHMS[leaf.value])
 
 
-def loss_mode(found: Found) -> None:
-    if found.value == "vanilla":
-        found.skip("what rlctl does")
-    elif found.value in LOSSES:
-        found.map("run.algorithm", LOSSES[found.value])
+def loss_mode(leaf: Leaf) -> None:
+    if leaf.value == "vanilla":
+        leaf.skip("what rlctl does")
+    elif leaf.value in LOSSES:
+        leaf.map("run.algorithm", LOSSES[leaf.value])
     else:
-        found.say("not yet", f"rlctl knows vanilla, {', '.join(LOSSES)}", "run.algorithm")
+        leaf.say("not yet", f"rlctl knows vanilla, {', '.join(LOSSES)}", "run.algorithm")
 
 
-def train_files(found: Found) -> None:
-    files = [str(one) for one in listed(found.value)]
+def train_files(leaf: Leaf) -> None:
+    files = [str(path) for path in listed(leaf.value)]
     if len(files) == 1:
-        found.map("data.name", files[0])
+        leaf.map("data.name", files[0])
     else:
-        found.map_all({"data.sources": [{"name": name} for name in files]})
+        leaf.map_all({"data.sources": [{"name": name} for name in files]})
 
 
-def validation_files(found: Found) -> None:
-    files = [str(one) for one in listed(found.value)]
+def validation_files(leaf: Leaf) -> None:
+    files = [str(path) for path in listed(leaf.value)]
     if len(files) == 1:
-        found.map("validation.data.name", files[0])
+        leaf.map("validation.data.name", files[0])
     else:
-        found.set("validation.data.name", files[0])
+        leaf.set("validation.data.name", files[0])
         others = ", ".join(files[1:])
-        found.say(
-            "changed", f"validation has one source: {files[0]} is used and {others} is not; join them in one file"
-        )
+        leaf.say("changed", f"validation has one source: {files[0]} is used and {others} is not; join them in one file")
 
 
-def prompts_of_batch(found: Found) -> None:
+def prompts_of_batch(leaf: Leaf) -> None:
     """Map the prompts of a batch; verl's asynchronous trainer says 0, and counts mini-batches between two syncs."""
-    if found.value != 0:
-        found.map("batch.prompts", found.value)
+    if leaf.value != 0:
+        leaf.map("batch.prompts", leaf.value)
         return
     sections = "async_training."
-    count = (found.get(f"{sections}require_batches") or 1) * (found.get(f"{sections}trigger_parameter_sync_step") or 1)
-    prompts = (found.get(f"{ACTOR}.ppo_mini_batch_size") or 256) * count
+    count = (leaf.get(f"{sections}require_batches") or 1) * (leaf.get(f"{sections}trigger_parameter_sync_step") or 1)
+    prompts = (leaf.get(f"{ACTOR}.ppo_mini_batch_size") or 256) * count
     values = {"rollouts.mode": "async", "batch.prompts": prompts, "batch.optimizer_steps": count}
-    found.map_all(values, "a batch is what verl trains on between two syncs of weights")
+    leaf.map_all(values, "a batch is what verl trains on between two syncs of weights")
 
 
-def lengths(found: Found) -> None:
+def lengths(leaf: Leaf) -> None:
     """Map the longest prompt, with the longest completion, to the length of both together."""
-    new = found.get("data.max_response_length")
-    if isinstance(new, int) and isinstance(found.value, int):
-        found.map("model.max_length", found.value + new)
+    new = leaf.get("data.max_response_length")
+    if isinstance(new, int) and isinstance(leaf.value, int):
+        leaf.map("model.max_length", leaf.value + new)
     else:
-        found.say("not yet", "it is no number", "model.max_length")
+        leaf.say("not yet", "it is no number", "model.max_length")
 
 
-def too_long(found: Found) -> None:
+def too_long(leaf: Leaf) -> None:
     """Map what becomes of prompts that are too long: they are left out, cut at their beginning, or refused."""
-    if found.get("data.filter_overlong_prompts"):
-        found.skip("data.filter_overlong_prompts leaves them out")
-    elif found.value == "left":
-        found.map("data.too_long", "cut")
-    elif found.value in ("error", None):
-        found.skip("what rlctl does")
+    if leaf.get("data.filter_overlong_prompts"):
+        leaf.skip("data.filter_overlong_prompts leaves them out")
+    elif leaf.value == "left":
+        leaf.map("data.too_long", "cut")
+    elif leaf.value in ("error", None):
+        leaf.skip("what rlctl does")
     else:
-        found.say("changed", "a prompt that is too long is refused (data.too_long): rlctl cuts beginnings alone")
+        leaf.say("changed", "a prompt that is too long is refused (data.too_long): rlctl cuts beginnings alone")
 
 
-def mini_batches(found: Found) -> None:
+def mini_batches(leaf: Leaf) -> None:
     """Map the prompts of an optimizer step to the steps that a batch is taken in."""
-    prompts = found.get("data.train_batch_size")
-    if not prompts or not found.value or found.value > prompts:
-        found.skip("a batch is one optimizer step")
-    elif prompts % found.value:
-        found.say("not yet", f"it does not divide the {prompts} prompts of a batch", "batch.optimizer_steps")
+    prompts = leaf.get("data.train_batch_size")
+    if not prompts or not leaf.value or leaf.value > prompts:
+        leaf.skip("a batch is one optimizer step")
+    elif prompts % leaf.value:
+        leaf.say("not yet", f"it does not divide the {prompts} prompts of a batch", "batch.optimizer_steps")
     else:
-        found.map("batch.optimizer_steps", prompts // found.value)
+        leaf.map("batch.optimizer_steps", prompts // leaf.value)
 
 
-def row_tokens(found: Found) -> None:
-    longest = sum(found.get(f"data.max_{part}_length") or 0 for part in ("prompt", "response"))
-    if not found.get(f"{ACTOR}.use_dynamic_bsz"):
-        found.skip("read with use_dynamic_bsz")
-    elif isinstance(found.value, int) and found.value >= longest:
-        found.map("training.micro_batch_tokens", found.value)
+def row_tokens(leaf: Leaf) -> None:
+    longest = sum(leaf.get(f"data.max_{part}_length") or 0 for part in ("prompt", "response"))
+    if not leaf.get(f"{ACTOR}.use_dynamic_bsz"):
+        leaf.skip("read with use_dynamic_bsz")
+    elif isinstance(leaf.value, int) and leaf.value >= longest:
+        leaf.map("training.micro_batch_tokens", leaf.value)
     else:
-        found.skip("a row has room for the longest rollout; the planner sizes rows")
+        leaf.skip("a row has room for the longest rollout; the planner sizes rows")
 
 
-def kl_loss(found: Found) -> None:
-    if not found.value:
-        found.skip("there is no KL penalty in the loss")
+def kl_loss(leaf: Leaf) -> None:
+    if not leaf.value:
+        leaf.skip("there is no KL penalty in the loss")
         return
-    found.map("loss.kl_coefficient", found.get(f"{ACTOR}.kl_loss_coef") or 0.001)
+    leaf.map("loss.kl_coefficient", leaf.get(f"{ACTOR}.kl_loss_coef") or 0.001)
 
 
-def kl_type(found: Found) -> None:
-    if not found.get(f"{ACTOR}.use_kl_loss"):
-        found.skip("there is no KL penalty in the loss")
+def kl_type(leaf: Leaf) -> None:
+    if not leaf.get(f"{ACTOR}.use_kl_loss"):
+        leaf.skip("there is no KL penalty in the loss")
         return
-    name = str(found.value).removesuffix("+")
+    name = str(leaf.value).removesuffix("+")
     if name not in ESTIMATORS:
-        found.say("not yet", f"rlctl knows {', '.join(ESTIMATORS)}", "loss.kl_estimator")
+        leaf.say("not yet", f"rlctl knows {', '.join(ESTIMATORS)}", "loss.kl_estimator")
         return
     values: dict[str, Any] = {"loss.kl_estimator": ESTIMATORS[name]}
     if ESTIMATORS[name] == "k3":
         values["loss.kl_cap"] = 10.0
-    found.map_all(values)
+    leaf.map_all(values)
 
 
-def kl_in_reward(found: Found) -> None:
-    if not found.value:
-        found.skip("there is no KL penalty in the reward")
+def kl_in_reward(leaf: Leaf) -> None:
+    if not leaf.value:
+        leaf.skip("there is no KL penalty in the reward")
         return
-    name = str(found.get("algorithm.kl_penalty") or "kl")
+    name = str(leaf.get("algorithm.kl_penalty") or "kl")
     if name not in ESTIMATORS:
-        found.say("not yet", f"algorithm.kl_penalty is {name}, and rlctl knows {', '.join(ESTIMATORS)}", "loss.kl_in")
+        leaf.say("not yet", f"algorithm.kl_penalty is {name}, and rlctl knows {', '.join(ESTIMATORS)}", "loss.kl_in")
         return
-    weight = found.get("algorithm.kl_ctrl.kl_coef")
+    weight = leaf.get("algorithm.kl_ctrl.kl_coef")
     weight = 0.001 if weight is None else weight
-    found.map_all({"loss.kl_in": "reward", "loss.kl_coefficient": weight, "loss.kl_estimator": ESTIMATORS[name]})
+    leaf.map_all({"loss.kl_in": "reward", "loss.kl_coefficient": weight, "loss.kl_estimator": ESTIMATORS[name]})
 
 
-def clip_ratio(found: Found) -> None:
+def clip_ratio(leaf: Leaf) -> None:
     """Map the bound that both sides have where none has its own."""
     for side in ("low", "high"):
-        if found.get(f"{ACTOR}.clip_ratio_{side}") is None:
-            found.set(f"loss.clip_{side}", found.value)
-    found.say("mapped", "loss.clip_low and loss.clip_high")
+        if leaf.get(f"{ACTOR}.clip_ratio_{side}") is None:
+            leaf.set(f"loss.clip_{side}", leaf.value)
+    leaf.say("mapped", "loss.clip_low and loss.clip_high")
 
 
 def unless_loss_is(names: str, rule: Rule) -> Rule:
     """Return a rule for a bound that the losses `names` do not have."""
     return when(
-        lambda found: found.get(f"{ACTOR}.policy_loss.loss_mode") not in names.split(),
+        lambda leaf: leaf.get(f"{ACTOR}.policy_loss.loss_mode") not in names.split(),
         rule,
         "the loss has no such bound",
     )
 
 
 def share_of_steps(key: str) -> Rule:
-    def rule(found: Found) -> None:
-        steps = found.get("trainer.total_training_steps")
-        if not found.value:
-            found.skip("there is no warm-up")
+    def rule(leaf: Leaf) -> None:
+        steps = leaf.get("trainer.total_training_steps")
+        if not leaf.value:
+            leaf.skip("there is no warm-up")
         elif isinstance(steps, int):
-            found.map(key, int(found.value * steps))
+            leaf.map(key, int(leaf.value * steps))
         else:
-            found.say("changed", f"the number of steps follows from the data: set {key} to {found.value} x the steps")
+            leaf.say("changed", f"the number of steps follows from the data: set {key} to {leaf.value} x the steps")
 
     return rule
 
 
 def warmup(key: str) -> Rule:
-    return when(lambda found: (found.value or 0) >= 0, to(key), "read with lr_warmup_steps_ratio")
+    return when(lambda leaf: (leaf.value or 0) >= 0, to(key), "read with lr_warmup_steps_ratio")
 
 
-def recompute(found: Found) -> None:
-    found.map("training.recompute", "full" if found.value else "none")
+def recompute(leaf: Leaf) -> None:
+    leaf.map("training.recompute", "full" if leaf.value else "none")
 
 
-def backend(found: Found) -> None:
-    if found.value in BACKENDS:
-        found.map("training.backend", BACKENDS[found.value])
+def backend(leaf: Leaf) -> None:
+    if leaf.value in BACKENDS:
+        leaf.map("training.backend", BACKENDS[leaf.value])
     else:
-        found.say("not yet", f"rlctl trains on Megatron-Core and FSDP2, not on {found.value}", "training.backend")
+        leaf.say("not yet", f"rlctl trains on Megatron-Core and FSDP2, not on {leaf.value}", "training.backend")
 
 
-def lora_targets(found: Found) -> None:
-    if found.value in (None, "all-linear"):
-        found.skip("what rlctl does")
+def lora_targets(leaf: Leaf) -> None:
+    if leaf.value in (None, "all-linear"):
+        leaf.skip("what rlctl does")
     else:
-        found.say("not yet", "rlctl names the layers with adapters in its own way", "training.lora.targets")
+        leaf.say("not yet", "rlctl names the layers with adapters in its own way", "training.lora.targets")
 
 
-def transformer(found: Found) -> None:
+def transformer(leaf: Leaf) -> None:
     """Hand a field of Megatron's TransformerConfig on."""
-    hand_on(
-        found, f"megatron.{found.name.rpartition('.')[2]}", without("the installed Megatron-Core has no such field")
-    )
+    hand_on(leaf, f"megatron.{leaf.name.rpartition('.')[2]}", without("the installed Megatron-Core has no such field"))
 
 
-def optimizer_field(found: Found) -> None:
-    hand_on(
-        found, f"optimizer.{found.name.rpartition('.')[2]}", without("the installed Megatron-Core has no such field")
-    )
+def optimizer_field(leaf: Leaf) -> None:
+    hand_on(leaf, f"optimizer.{leaf.name.rpartition('.')[2]}", without("the installed Megatron-Core has no such field"))
 
 
-def engine_field(found: Found) -> None:
+def engine_field(leaf: Leaf) -> None:
     """Hand a field of vLLM's EngineArgs on."""
-    name = found.name.partition("engine_kwargs.vllm.")[2] or found.name.rpartition(".")[2]
-    hand_on(found, f"vllm.{name}", without("the installed vLLM has no such field"))
+    name = leaf.name.partition("engine_kwargs.vllm.")[2] or leaf.name.rpartition(".")[2]
+    hand_on(leaf, f"vllm.{name}", without("the installed vLLM has no such field"))
 
 
-def bypassed(found: Found) -> bool:
+def bypassed(leaf: Leaf) -> bool:
     """Return whether the engine's log-probs stand for the old ones in the clipped ratio."""
     section = "algorithm.rollout_correction."
-    return bool(found.get(f"{section}bypass_mode")) and found.get(f"{section}loss_type") in (None, "ppo_clip")
+    return bool(leaf.get(f"{section}bypass_mode")) and leaf.get(f"{section}loss_type") in (None, "ppo_clip")
 
 
-def bypass(found: Found) -> None:
-    corrected = found.get("algorithm.rollout_correction.rollout_is") not in (None, "null")
-    if not found.value:
-        found.skip("what rlctl does")
-    elif bypassed(found) and not corrected:
-        found.map("loss.importance_correction", "ratio")
+def bypass(leaf: Leaf) -> None:
+    corrected = leaf.get("algorithm.rollout_correction.rollout_is") not in (None, "null")
+    if not leaf.value:
+        leaf.skip("what rlctl does")
+    elif bypassed(leaf) and not corrected:
+        leaf.map("loss.importance_correction", "ratio")
     else:
-        why = "loss.importance_correction=ratio takes the engine's log-probs for the old ones, without other weights"
-        found.say("not yet", why, "loss.importance_correction")
+        reason = "loss.importance_correction=ratio takes the engine's log-probs for the old ones, without other weights"
+        leaf.say("not yet", reason, "loss.importance_correction")
 
 
-def correction(found: Found) -> None:
+def correction(leaf: Leaf) -> None:
     """Map the correction for what engines compute differently; verl has none where nothing asks for one."""
-    cap = found.get("algorithm.rollout_correction.rollout_is_threshold")
-    if found.value in (None, "null") and bypassed(found):
-        found.skip("read with bypass_mode")
-    elif found.value in (None, "null"):
-        found.map("loss.importance_correction", "off")
-    elif found.value in ("token", "sequence") and not isinstance(cap, str):
-        values = {"loss.importance_correction": "truncated", "loss.importance_level": found.value}
-        found.map_all(values | {"loss.importance_cap": float(cap or 2.0)})
+    cap = leaf.get("algorithm.rollout_correction.rollout_is_threshold")
+    if leaf.value in (None, "null") and bypassed(leaf):
+        leaf.skip("read with bypass_mode")
+    elif leaf.value in (None, "null"):
+        leaf.map("loss.importance_correction", "off")
+    elif leaf.value in ("token", "sequence") and not isinstance(cap, str):
+        values = {"loss.importance_correction": "truncated", "loss.importance_level": leaf.value}
+        leaf.map_all(values | {"loss.importance_cap": float(cap or 2.0)})
     else:
-        why = "rlctl truncates weights of tokens or sequences at one bound"
-        found.say("not yet", why, "loss.importance_correction")
+        reason = "rlctl truncates weights of tokens or sequences at one bound"
+        leaf.say("not yet", reason, "loss.importance_correction")
 
 
-def custom_reward(found: Found) -> None:
+def custom_reward(leaf: Leaf) -> None:
     """Map a reward function: rlctl calls it as verl does, by the names of its arguments."""
-    name = found.get("name", f"{found.name.rpartition('.')[0]}.") or "compute_score"
-    if found.value:
-        found.map("reward.terms", [{"name": f"{found.value}:{name}"}])
+    name = leaf.get("name", f"{leaf.name.rpartition('.')[0]}.") or "compute_score"
+    if leaf.value:
+        leaf.map("reward.terms", [{"name": f"{leaf.value}:{name}"}])
     else:
-        found.skip("there is none")
+        leaf.skip("there is none")
 
 
-def scored_by_model(found: Found) -> None:
-    model = found.get("path", "reward_model.model.") or found.get("model_path", "reward.reward_model.")
-    if not found.value:
-        found.skip("there is no reward model")
+def scored_by_model(leaf: Leaf) -> None:
+    model = leaf.get("path", "reward_model.model.") or leaf.get("model_path", "reward.reward_model.")
+    if not leaf.value:
+        leaf.skip("there is no reward model")
     elif not model:
-        found.say("not yet", "it names no model", "reward.terms")
+        leaf.say("not yet", "it names no model", "reward.terms")
     else:
-        found.map_all(
+        leaf.map_all(
             {"reward.terms": [{"name": f"model:{model}"}]},
             "the model reads the policy's own chat, and not that of its tokenizer",
         )
 
 
-def overlong(found: Found) -> None:
+def overlong(leaf: Leaf) -> None:
     """Map DAPO's cost of long completions: it begins `len` tokens before the longest one."""
-    section = found.name.rpartition(".")[0]
-    length, limit = found.get(f"{section}.len"), found.get("data.max_response_length")
-    if not found.value:
-        found.skip("it is off")
+    section = leaf.name.rpartition(".")[0]
+    length, limit = leaf.get(f"{section}.len"), leaf.get("data.max_response_length")
+    if not leaf.value:
+        leaf.skip("it is off")
     elif not (length and limit) or length >= limit:
-        found.say("not yet", "it needs `len`, below data.max_response_length", "reward.overlong_buffer")
+        leaf.say("not yet", "it needs `len`, below data.max_response_length", "reward.overlong_buffer")
     else:
-        factor = found.get(f"{section}.penalty_factor") or 1.0
-        found.map_all({"reward.overlong_buffer": length / limit, "reward.overlong_factor": float(factor)})
+        factor = leaf.get(f"{section}.penalty_factor") or 1.0
+        leaf.map_all({"reward.overlong_buffer": length / limit, "reward.overlong_factor": float(factor)})
 
 
 def period(key: str) -> Rule:
-    return lambda found: found.map(key, max(found.value or 0, 0))
+    return lambda leaf: leaf.map(key, max(leaf.value or 0, 0))
 
 
-def epochs(found: Found) -> None:
-    if found.get("trainer.total_training_steps"):
-        found.skip("trainer.total_training_steps ends the run")
+def epochs(leaf: Leaf) -> None:
+    if leaf.get("trainer.total_training_steps"):
+        leaf.skip("trainer.total_training_steps ends the run")
     else:
-        found.map("run.epochs", found.value)
+        leaf.map("run.epochs", leaf.value)
 
 
-def loggers(found: Found) -> None:
-    names = [str(name) for name in listed(found.value)]
-    own = [name for name in names if name in LOGGERS]
-    found.map("run.loggers", own)
+def loggers(leaf: Leaf) -> None:
+    names = [str(name) for name in listed(leaf.value)]
+    supported = [name for name in names if name in LOGGERS]
+    leaf.map("run.loggers", supported)
     if others := [name for name in names if name not in (*LOGGERS, "console")]:
-        found.say("logging", f"rlctl has no logger {', '.join(others)}; run.loggers lists those it has")
+        leaf.say("logging", f"rlctl has no logger {', '.join(others)}; run.loggers lists those it has")
 
 
-def turns(found: Found) -> None:
+def turns(leaf: Leaf) -> None:
     """Skip the switch of several turns where another key names what answers them."""
-    named = [found.get(f"{ROLLOUT}.multi_turn.{name}") for name in ("tool_config_path", "function_tool_path")]
-    if not found.value:
-        found.skip("there is one turn")
-    elif any(named) or found.get(f"{ROLLOUT}.multi_turn.interaction_config_path") or found.get("data.tool_config_path"):
-        found.skip("read with the tools or the interaction")
+    paths = [leaf.get(f"{ROLLOUT}.multi_turn.{name}") for name in ("tool_config_path", "function_tool_path")]
+    if not leaf.value:
+        leaf.skip("there is one turn")
+    elif any(paths) or leaf.get(f"{ROLLOUT}.multi_turn.interaction_config_path") or leaf.get("data.tool_config_path"):
+        leaf.skip("read with the tools or the interaction")
     else:
-        found.say("not yet", "nothing is named that answers: give --tool or --env", "environment.tools")
+        leaf.say("not yet", "nothing is named that answers: give --tool or --env", "environment.tools")
 
 
-def tool_classes(found: Found) -> None:
+def tool_classes(leaf: Leaf) -> None:
     """Name the tools of a file of tool classes, each with its class: they are derived from a class of verl's."""
-    if not found.value:
-        found.skip("there are no tools")
+    if not leaf.value:
+        leaf.skip("there are no tools")
         return
-    path, tools = Path(found.value), []
+    path, tools = Path(leaf.value), []
     if path.is_file():
         listing = read_mapping(path, "verl's file of tools").get("tools")
         for tool in listing if isinstance(listing, list) else ():
             name = tool.get("tool_schema", {}).get("function", {}).get("name")
             tools.append(f"{name} ({tool.get('class_name')})" if name else str(tool.get("class_name")))
-    named = f"{', '.join(tools)}: derived" if tools else "its classes are derived"
-    why = f"{named} from verl's BaseTool; write each `execute` as a function, and name it with --tool file.py:function"
-    found.say("not yet", why, "environment.tools")
+    derived = f"{', '.join(tools)}: derived" if tools else "its classes are derived"
+    reason = (
+        f"{derived} from verl's BaseTool; write each `execute` as a function, and name it with --tool file.py:function"
+    )
+    leaf.say("not yet", reason, "environment.tools")
 
 
-def tool_functions(found: Found) -> None:
+def tool_functions(leaf: Leaf) -> None:
     """Map a file of functions with verl's decorator, whose form is that of rlctl's tools."""
-    if not found.value:
-        found.skip("there are no tools")
-    elif not Path(found.value).is_file():
-        found.say("not yet", "the file is not there; name functions with --tool file.py:function", "environment.tools")
+    if not leaf.value:
+        leaf.skip("there are no tools")
+    elif not Path(leaf.value).is_file():
+        leaf.say("not yet", "the file is not there; name functions with --tool file.py:function", "environment.tools")
     else:
-        tree = ast.parse(read_text(Path(found.value), "verl's file of tools"))
+        tree = ast.parse(read_text(Path(leaf.value), "verl's file of tools"))
         functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        names = [one.name for one in functions if any("function_tool" in ast.unparse(d) for d in one.decorator_list)]
+        names = [
+            function.name
+            for function in functions
+            if any("function_tool" in ast.unparse(d) for d in function.decorator_list)
+        ]
         but = "a tool has its function's name, and the file needs verl installed, or goes without its decorator"
-        found.map_all({"environment.tools": [f"{found.value}:{name}" for name in names]}, but)
+        leaf.map_all({"environment.tools": [f"{leaf.value}:{name}" for name in names]}, but)
 
 
-def critic_model(found: Found) -> None:
-    if found.value in (None, found.get(f"{MODEL}.path")):
-        found.skip("the critic is of the policy's model")
+def critic_model(leaf: Leaf) -> None:
+    if leaf.value in (None, leaf.get(f"{MODEL}.path")):
+        leaf.skip("the critic is of the policy's model")
     else:
-        found.say("changed", "the critic is of the policy's model (model.name)")
+        leaf.say("changed", "the critic is of the policy's model (model.name)")
 
 
-def distilled(found: Found) -> None:
+def distilled(leaf: Leaf) -> None:
     """Map distillation on the policy's rollouts from one teacher."""
     place = "distillation.teacher_models."
-    models = {key: value for key, value in found.leaves.items() if key.startswith(place) and key.endswith("model_path")}
-    if not found.value:
-        found.skip("there is no teacher")
+    models = {key: value for key, value in leaf.leaves.items() if key.startswith(place) and key.endswith("model_path")}
+    if not leaf.value:
+        leaf.skip("there is no teacher")
     elif len(models) != 1:
-        found.say("not yet", "rlctl has one teacher for all prompts", "teacher.model")
+        leaf.say("not yet", "rlctl has one teacher for all prompts", "teacher.model")
     else:
         values = {"run.algorithm": "distillation", "teacher.model": next(iter(models.values()))}
-        if found.get("distillation.distillation_loss.loss_mode") == "forward_kl_topk":
-            top = found.get("distillation.distillation_loss.topk") or 64
+        if leaf.get("distillation.distillation_loss.loss_mode") == "forward_kl_topk":
+            top = leaf.get("distillation.distillation_loss.topk") or 64
             values |= {"distillation.loss": "top-k", "distillation.top_k": top, "distillation.forward_share": 1.0}
-        found.map_all(values, "the bounds of its loss are rlctl's own")
+        leaf.map_all(values, "the bounds of its loss are rlctl's own")
 
 
 KERNELS = without("rlctl chooses kernels by itself; results are the same")
@@ -429,18 +429,18 @@ SHARED_DATA: dict[str, Rule] = {
     "data.train_batch_size": prompts_of_batch,
     "data.shuffle": to("data.shuffle"),
     "data.tokenizer": to("model.tokenizer"),
-    "data.train_max_samples": when(lambda found: (found.value or -1) > 0, to("data.size"), "all rows are read"),
+    "data.train_max_samples": when(lambda leaf: (leaf.value or -1) > 0, to("data.size"), "all rows are read"),
     "data.val_max_samples": when(
-        lambda found: (found.value or -1) > 0, to("validation.max_prompts"), "at most validation.max_prompts"
+        lambda leaf: (leaf.value or -1) > 0, to("validation.max_prompts"), "at most validation.max_prompts"
     ),
     "data.trust_remote_code": if_on(to("model.trust_remote_code")),
-    "data.apply_chat_template_kwargs.*": lambda found: found.map(
-        f"model.chat_template_kwargs.{found.name.rpartition('.')[2]}", found.value
+    "data.apply_chat_template_kwargs.*": lambda leaf: leaf.map(
+        f"model.chat_template_kwargs.{leaf.name.rpartition('.')[2]}", leaf.value
     ),
     **each(
         "data",
         "custom_cls.* sampler.* datagen.*",
-        only(None, why="rlctl reads rows itself: write them to a data file", settled_by="data.name"),
+        only(None, reason="rlctl reads rows itself: write them to a data file", settled_by="data.name"),
     ),
     **each("data", "image_key video_key image_patch_size", without("the fields of images have these names")),
     **each("data", "validation_shuffle seed use_shm cache_dir", without("the driver reads rows; run.seed orders them")),
@@ -448,11 +448,11 @@ SHARED_DATA: dict[str, Rule] = {
 """Keys of data that prompts and texts have."""
 
 _DATA: dict[str, Rule] = SHARED_DATA | {
-    "data.gen_batch_size": differs(None, why="each round samples as many prompts as are missing"),
+    "data.gen_batch_size": differs(None, reason="each round samples as many prompts as are missing"),
     "data.max_prompt_length": lengths,
     "data.max_response_length": to("generation.max_new_tokens"),
     "data.prompt_key": to("data.prompt_field"),
-    "data.reward_fn_key": only("data_source", None, why="reward functions get the column `data_source`"),
+    "data.reward_fn_key": only("data_source", None, reason="reward functions get the column `data_source`"),
     "data.filter_overlong_prompts": if_on(to("data.too_long", {True: "drop"})),
     "data.truncation": too_long,
     "data.tool_config_path": tool_classes,
@@ -475,14 +475,14 @@ MODEL_KEYS: dict[str, Rule] = {
     "custom_chat_template": to("model.chat_template"),
     "trust_remote_code": if_on(to("model.trust_remote_code")),
     **{
-        name: when(lambda found: found.value, to(f"training.lora.{ours}"), "LoRA is off")
+        name: when(lambda leaf: leaf.value, to(f"training.lora.{ours}"), "LoRA is off")
         for name, ours in ADAPTERS.items()
     },
     "target_modules": lora_targets,
     "lora.target_modules": lora_targets,
     "exclude_modules": without("rlctl has no adapters in the part of images"),
     "lora_adapter_path": only(
-        None, why="adapters begin as new ones; --model RUN goes on from a run's", settled_by="model.name"
+        None, reason="adapters begin as new ones; --model RUN goes on from a run's", settled_by="model.name"
     ),
     **each(
         "", "lora.merge lora.lora_A_init_method lora.type lora.dropout", without("adapters begin as in their paper")
@@ -495,20 +495,18 @@ MODEL_KEYS: dict[str, Rule] = {
         to("model.max_position_embeddings"),
     ),
     "override_config.attn_implementation": KERNELS,
-    "override_config.*": only(None, why="the model's configuration is taken as it is"),
+    "override_config.*": only(None, reason="the model's configuration is taken as it is"),
     **each("", "use_liger use_fused_kernels fused_kernel_options.* use_shm torch_dtype tiled_mlp.*", KERNELS),
     "enable_activation_offload": HOST_MEMORY,
-    "external_lib": only(None, why="no module is imported: a reward, loss or environment may be a file"),
-    "mtp.enable": only(None, False, why="layers that predict several tokens are not trained"),
+    "external_lib": only(None, reason="no module is imported: a reward, loss or environment may be a file"),
+    "mtp.enable": only(None, False, reason="layers that predict several tokens are not trained"),
     "mtp.*": without("read with mtp.enable"),
 }
 
 OPTIMIZER: dict[str, Rule] = {
     "lr": to("optimizer.lr"),
     "weight_decay": to("optimizer.weight_decay"),
-    "betas": lambda found: found.map_all(
-        {"optimizer.adam_beta1": found.value[0], "optimizer.adam_beta2": found.value[1]}
-    ),
+    "betas": lambda leaf: leaf.map_all({"optimizer.adam_beta1": leaf.value[0], "optimizer.adam_beta2": leaf.value[1]}),
     "clip_grad": to("optimizer.clip_grad"),
     "lr_warmup_steps": warmup("scheduler.warmup_steps"),
     "lr_warmup_steps_ratio": share_of_steps("scheduler.warmup_steps"),
@@ -528,14 +526,12 @@ OPTIMIZER: dict[str, Rule] = {
     ),
     "lr_decay_steps": to("scheduler.decay_steps"),
     "min_lr": to("scheduler.min_lr"),
-    "min_lr_ratio": lambda found: found.map(
-        "scheduler.min_lr", (found.value or 0) * (found.get(f"{ACTOR}.optim.lr") or 0)
-    ),
-    "min_lr_factor": lambda found: found.map(
-        "scheduler.min_lr", (found.value or 0) * (found.get(f"{ACTOR}.optim.lr") or 0)
+    "min_lr_ratio": lambda leaf: leaf.map("scheduler.min_lr", (leaf.value or 0) * (leaf.get(f"{ACTOR}.optim.lr") or 0)),
+    "min_lr_factor": lambda leaf: leaf.map(
+        "scheduler.min_lr", (leaf.value or 0) * (leaf.get(f"{ACTOR}.optim.lr") or 0)
     ),
     "total_training_steps": without("run.steps"),
-    "optimizer": only("adam", "AdamW", None, why="the optimizer is Adam with decoupled weight decay"),
+    "optimizer": only("adam", "AdamW", None, reason="the optimizer is Adam with decoupled weight decay"),
     **each("override_optimizer_config", "optimizer_cpu_offload", if_on(to("training.optimizer_offload"))),
     **each(
         "override_optimizer_config",
@@ -555,7 +551,7 @@ MEGATRON_KEYS: dict[str, Rule] = {
     "expert_tensor_parallel_size": to("training.etp"),
     "sequence_parallel": to("training.sequence_parallel"),
     "use_remove_padding": to("training.packing", {True: True, False: False, None: None}),
-    "use_megatron_fsdp": only(None, False, why="refits need whole parameters; training.backend=dtensor shards them"),
+    "use_megatron_fsdp": only(None, False, reason="refits need whole parameters; training.backend=dtensor shards them"),
     "router_replay.mode": REPLAY,
     "seed": without("run.seed"),
     **each("", "param_offload grad_offload optimizer_offload", HOST_MEMORY),
@@ -605,7 +601,7 @@ _ACTOR: dict[str, Rule] = {
     "grad_clip": to("optimizer.clip_grad"),
     "clip_ratio": unless_loss_is("sapo", clip_ratio),
     "clip_ratio_low": unless_loss_is(
-        "sapo", lambda found: found.map("loss.clip_low", None if found.value is None else min(found.value, 1))
+        "sapo", lambda leaf: leaf.map("loss.clip_low", None if leaf.value is None else min(leaf.value, 1))
     ),
     "clip_ratio_high": unless_loss_is("sapo", to("loss.clip_high")),
     "clip_ratio_c": unless_loss_is("sapo cispo", to("loss.dual_clip")),
@@ -620,7 +616,7 @@ _ACTOR: dict[str, Rule] = {
         "",
         "tau_pos policy_loss.tau_pos",
         when(
-            lambda found: found.get(f"{ACTOR}.policy_loss.loss_mode") == "sapo",
+            lambda leaf: leaf.get(f"{ACTOR}.policy_loss.loss_mode") == "sapo",
             to("loss.sapo_temperature_positive"),
             "the loss has no gate",
         ),
@@ -629,7 +625,7 @@ _ACTOR: dict[str, Rule] = {
         "",
         "tau_neg policy_loss.tau_neg",
         when(
-            lambda found: found.get(f"{ACTOR}.policy_loss.loss_mode") == "sapo",
+            lambda leaf: leaf.get(f"{ACTOR}.policy_loss.loss_mode") == "sapo",
             to("loss.sapo_temperature_negative"),
             "the loss has no gate",
         ),
@@ -676,7 +672,7 @@ _ACTOR: dict[str, Rule] = {
 }
 
 _ROLLOUT: dict[str, Rule] = {
-    "name": only("vllm", None, why="completions come from vLLM", otherwise="changed"),
+    "name": only("vllm", None, reason="completions come from vLLM", otherwise="changed"),
     "n": to("batch.generations"),
     "temperature": to("generation.temperature"),
     "top_p": to("generation.top_p"),
@@ -696,7 +692,7 @@ _ROLLOUT: dict[str, Rule] = {
     **each("", "enable_chunked_prefill enable_prefix_caching quantization", engine_field),
     "engine_kwargs.vllm.*": engine_field,
     "engine_kwargs.*": without("generation is by vLLM"),
-    "ignore_eos": only(False, None, why="end tokens end a completion"),
+    "ignore_eos": only(False, None, reason="end tokens end a completion"),
     **each("", "enable_rollout_routing_replay", to("training.router_replay")),
     **each(
         "",
@@ -706,7 +702,7 @@ _ROLLOUT: dict[str, Rule] = {
     ),
     "calculate_log_probs": without("log-probs of the engines are always recorded"),
     "val_kwargs.temperature": when(
-        lambda found: found.get(f"{ROLLOUT}.val_kwargs.do_sample") is not False,
+        lambda leaf: leaf.get(f"{ROLLOUT}.val_kwargs.do_sample") is not False,
         to("validation.temperature"),
         "validation takes the most likely tokens",
     ),
@@ -717,15 +713,15 @@ _ROLLOUT: dict[str, Rule] = {
     "multi_turn.tool_config_path": tool_classes,
     "multi_turn.function_tool_path": tool_functions,
     "multi_turn.interaction_config_path": only(
-        None, why="interactions are classes of verl's: name an environment with --env", settled_by="environment.name"
+        None, reason="interactions are classes of verl's: name an environment with --env", settled_by="environment.name"
     ),
     "multi_turn.max_assistant_turns": to("environment.turns"),
     "multi_turn.max_user_turns": without("environment.turns limits the turns of the model"),
     "multi_turn.format": without("environment.tool_format is detected from the chat template"),
-    "multi_turn.max_tool_response_length": differs(None, why="answers of tools have any length"),
+    "multi_turn.max_tool_response_length": differs(None, reason="answers of tools have any length"),
     "multi_turn.*": without("read with the tools or the interaction"),
     "agent.agent_loop_config_path": only(
-        None, why="agent loops are classes of verl's: name an environment with --env", settled_by="environment.name"
+        None, reason="agent loops are classes of verl's: name an environment with --env", settled_by="environment.name"
     ),
     **each(
         "",
@@ -741,32 +737,34 @@ _ROLLOUT: dict[str, Rule] = {
 _ALGORITHM: dict[str, Rule] = {
     "adv_estimator": algorithm,
     "gamma": when(
-        lambda found: found.get("algorithm.adv_estimator") == "gae",
+        lambda leaf: leaf.get("algorithm.adv_estimator") == "gae",
         to("critic.gamma"),
-        only(1, 1.0, None, why="rewards are not discounted without a critic"),
+        only(1, 1.0, None, reason="rewards are not discounted without a critic"),
     ),
     "lam": of_critic(to("critic.gae_lambda")),
     "norm_adv_by_std_in_grpo": to("advantage.normalize_std"),
     "use_kl_in_reward": kl_in_reward,
     "kl_penalty": without("read with use_kl_in_reward"),
-    "kl_ctrl.type": only("fixed", None, why="the weight of the KL penalty stays"),
+    "kl_ctrl.type": only("fixed", None, reason="the weight of the KL penalty stays"),
     "kl_ctrl.*": without("read with use_kl_in_reward"),
     "filter_groups.enable": if_on(to("filter.groups", {True: "replace"})),
     "filter_groups.max_num_gen_batches": when(
-        lambda found: (found.value or 0) > 0, to("filter.max_rounds"), "read with filter_groups.enable"
+        lambda leaf: (leaf.value or 0) > 0, to("filter.max_rounds"), "read with filter_groups.enable"
     ),
     "filter_groups.*": without("groups of one reward are replaced"),
-    "use_pf_ppo": only(False, None, why="rollouts are not weighed by their rewards (PF-PPO)"),
+    "use_pf_ppo": only(False, None, reason="rollouts are not weighed by their rewards (PF-PPO)"),
     "pf_ppo.*": without("read with use_pf_ppo"),
     "rollout_correction.rollout_is": correction,
     "rollout_correction.rollout_rs": only(
-        None, "null", why="whole sequences are masked by loss.sequence_mask alone", settled_by="loss.sequence_mask"
+        None, "null", reason="whole sequences are masked by loss.sequence_mask alone", settled_by="loss.sequence_mask"
     ),
-    "rollout_correction.rollout_is_batch_normalize": only(None, False, why="weights are not normalized over a batch"),
+    "rollout_correction.rollout_is_batch_normalize": only(
+        None, False, reason="weights are not normalized over a batch"
+    ),
     "rollout_correction.bypass_mode": bypass,
     "rollout_correction.*": without("read with rollout_correction.rollout_is"),
     "gdpo_reward_keys": only(
-        None, why="advantage.per_term compares the terms of reward.terms", settled_by="advantage.per_term"
+        None, reason="advantage.per_term compares the terms of reward.terms", settled_by="advantage.per_term"
     ),
     "gdpo_reward_weights": without("read with gdpo_reward_keys"),
 }
@@ -788,7 +786,7 @@ _REWARD: dict[str, Rule] = {
     **{f"{place}custom_reward_function.name": without("read with its path") for place in ("", "reward.")},
     **{
         f"{place}custom_reward_function.reward_kwargs.*": only(
-            None, why="a reward function has no other arguments than columns of the row", settled_by="reward.terms"
+            None, reason="a reward function has no other arguments than columns of the row", settled_by="reward.terms"
         )
         for place in ("", "reward.")
     },
@@ -806,7 +804,7 @@ _REWARD: dict[str, Rule] = {
         f"{place}sandbox_fusion.{name}": rule
         for place in ("reward_model.", "reward.")
         for name, rule in {
-            "url": only(None, why="programs are run by a reward function of yours", settled_by="reward.terms"),
+            "url": only(None, reason="programs are run by a reward function of yours", settled_by="reward.terms"),
             "*": without("read with sandbox_fusion.url"),
         }.items()
     },
@@ -820,7 +818,7 @@ TRAINER: dict[str, Rule] = {
     "save_freq": period("run.checkpoint_every"),
     "test_freq": period("validation.every"),
     "val_before_train": when(
-        lambda found: found.get("data.val_files"), to("validation.at_start"), "no prompts are named"
+        lambda leaf: leaf.get("data.val_files"), to("validation.at_start"), "no prompts are named"
     ),
     "logger": loggers,
     "project_name": to("run.project"),
@@ -833,16 +831,16 @@ TRAINER: dict[str, Rule] = {
     "critic_warmup": of_critic(to("critic.warmup_steps")),
     "resume_mode": without("--resume goes on with the run directory"),
     "resume_from_path": when(
-        lambda found: found.get("trainer.resume_mode") == "resume_path",
-        only(None, why="--resume --run-dir DIR goes on with a run of rlctl's", settled_by="run.dir"),
+        lambda leaf: leaf.get("trainer.resume_mode") == "resume_path",
+        only(None, reason="--resume --run-dir DIR goes on with a run of rlctl's", settled_by="run.dir"),
         "read with resume_mode=resume_path",
     ),
-    "val_only": only(None, False, why="`rlctl eval` measures a model"),
-    "device": only("cuda", None, why="rlctl trains on NVIDIA GPUs and on CPUs"),
+    "val_only": only(None, False, reason="`rlctl eval` measures a model"),
+    "device": only("cuda", None, reason="rlctl trains on NVIDIA GPUs and on CPUs"),
     "balance_batch": without("rows are balanced over ranks"),
     "v1.trainer_mode": when(
-        lambda found: found.value in ("colocate_async", "separate_async"),
-        lambda found: found.map_all(
+        lambda leaf: leaf.value in ("colocate_async", "separate_async"),
+        lambda leaf: leaf.map_all(
             {"rollouts.mode": "async"}, "rollouts.max_staleness bounds the lag, and the planner divides the GPUs"
         ),
         "what rlctl does",
@@ -875,13 +873,15 @@ RULES: dict[str, Rule] = (
     | {"model_engine": backend, "global_profiler.*": TIMERS, "hydra.*": without("Hydra's own")}
     | each("", "rollout.nnodes rollout.n_gpus_per_node", without("the planner divides the GPUs (generation.colocated)"))
     | {
-        "rollout.total_rollout_steps": differs(None, why="it counts prompts: set run.steps to it / batch.prompts"),
+        "rollout.total_rollout_steps": differs(None, reason="it counts prompts: set run.steps to it / batch.prompts"),
         "rollout.n": to("batch.generations"),
-        "async_training.staleness_threshold": differs(None, 0, why="rollouts.max_staleness counts versions of weights"),
+        "async_training.staleness_threshold": differs(
+            None, 0, reason="rollouts.max_staleness counts versions of weights"
+        ),
         "async_training.partial_rollout": to("refit.in_flight", {True: "keep", False: "wait"}),
         "trainer.worker_env.*": without("training.env and generation.env set variables"),
         "async_training.*": without("read with data.train_batch_size; the planner divides the GPUs"),
-        "skip.rollout.enable": only(False, None, why="rollouts are always sampled"),
+        "skip.rollout.enable": only(False, None, reason="rollouts are always sampled"),
         "skip.*": without("read with skip.rollout.enable"),
     }
     | each("", "ray_kwargs.* ray_init.* transfer_queue.* hydra defaults", without("rlctl starts Ray by itself"))

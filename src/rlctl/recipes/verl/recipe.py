@@ -13,7 +13,7 @@ from rlctl.config.schema import Schema
 from rlctl.config.yaml_values import FILE_LIMIT_BYTES, explain
 from rlctl.errors import ConfigError
 from rlctl.recipes.hydra import Override, sentence
-from rlctl.recipes.rules import Found, Rule, apply_rule, rule_of
+from rlctl.recipes.rules import Leaf, Rule, apply_rule, rule_of
 from rlctl.recipes.verl import mapping, texts
 from rlctl.recipes.verl.script import command_line
 from rlctl.settings.config import RolloutConfig
@@ -60,10 +60,10 @@ def import_recipe(path: Path | None, overrides: Sequence[str] = (), method: str 
     result.overridden = frozenset(Override.parse(text).key for text in overrides)
     leaves = dict(leaves_of(values))
     unwritten = {} if path is None else kind.left_out(leaves)
-    known = leaves | unwritten
+    constants = leaves | unwritten
     if kind.method:
         result.set("run.algorithm", kind.method, module)
-    _map(result, known, kind.rules)
+    _map(result, constants, kind.rules)
     if path is not None and not kind.method:
         mapping.finish(result)
     result.entries = [entry for entry in result.entries if entry.key not in unwritten]
@@ -79,13 +79,13 @@ def _map(result: Import, leaves: Mapping[str, Any], rules: Mapping[str, Rule]) -
         elif rule is None:
             result.entries.append(Entry(key, value, "not known", "rlctl does not know this key"))
         else:
-            apply_rule(rule, Found(result, key, value, leaves))
+            apply_rule(rule, Leaf(result, key, value, leaves))
 
 
 def _read_script(path: Path) -> tuple[dict[str, Any], list[str], str]:
     line = command_line(path)
     name, folder = line.option("--config-name", "-cn") or "", line.option("--config-path", "-cp", "--config-dir") or ""
-    file = next((one for one in _places(path, folder, name) if one.is_file()), None)
+    file = next((candidate for candidate in _places(path, folder, name) if candidate.is_file()), None)
     base = _read_yaml(file) if file else {}
     if "megatron" in name:
         base.setdefault("model_engine", "megatron")
@@ -112,14 +112,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
     try:
         config: Any = OmegaConf.create(read_text(path, "verl's configuration", FILE_LIMIT_BYTES))
-        found: Any = OmegaConf.to_container(config, resolve=False)
+        container: Any = OmegaConf.to_container(config, resolve=False)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {explain(error)}.") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path} cannot be read: {sentence(error)}.") from error
     for name in ("defaults", "hydra"):
-        found.pop(name, None)
-    return {str(key): value for key, value in found.items()}
+        container.pop(name, None)
+    return {str(key): value for key, value in container.items()}
 
 
 def _merged(base: Mapping[str, Any], overrides: Sequence[str], choices: Collection[str]) -> dict[str, Any]:

@@ -88,8 +88,8 @@ def command_line(path: Path) -> CommandLine:
         called = [call.split("\0")[:-1] for call in calls.read().decode(errors="replace").split("\n\0")]
     for call in called:
         for index, word in enumerate(call):
-            if found := TRAINERS.search(word):
-                return CommandLine(found[1], tuple(call[index + 1 :]))
-    said = [line for line in done.stderr.decode(errors="replace").splitlines() if line and not line.startswith("+")]
-    why = f": {said[-1]}" if said else ""
-    raise ConfigError(f"{path} starts no trainer of verl{why}.", HINT)
+            if search := TRAINERS.search(word):
+                return CommandLine(search[1], tuple(call[index + 1 :]))
+    lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line and not line.startswith("+")]
+    suffix = f": {lines[-1]}" if lines else ""
+    raise ConfigError(f"{path} starts no trainer of verl{suffix}.", HINT)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlctl.config.recipes import Status
-from rlctl.recipes.rules import Found, Rule, differs, logs, only, to, when
+from rlctl.recipes.rules import Leaf, Rule, differs, logs, only, to, when
 from rlctl.recipes.verl.mapping import (
     HOST_MEMORY,
     KERNELS,
@@ -47,43 +47,43 @@ OF_FSDP_SFT_TRAINER: dict[str, Any] = {
 def field(flag: str, inner: str) -> Rule:
     """Return the rule of a column, or of a key of a mapping in it, which verl names by itself."""
 
-    def rule(found: Found) -> None:
-        names = [*listed(found.value), *listed(found.get(inner) or [])]
-        if found.get("data.multiturn.enable"):
-            found.skip("the messages of a row are in `messages`")
+    def rule(leaf: Leaf) -> None:
+        names = [*listed(leaf.value), *listed(leaf.get(inner) or [])]
+        if leaf.get("data.multiturn.enable"):
+            leaf.skip("the messages of a row are in `messages`")
         else:
-            found.map(flag, ".".join(map(str, names)))
+            leaf.map(flag, ".".join(map(str, names)))
 
     return rule
 
 
-def too_long(found: Found) -> None:
-    if found.value in ("error", None):
-        found.skip("what rlctl does")
+def too_long(leaf: Leaf) -> None:
+    if leaf.value in ("error", None):
+        leaf.skip("what rlctl does")
     else:
-        found.say("changed", "a text that is too long is refused; data.too_long=drop leaves it out")
+        leaf.say("changed", "a text that is too long is refused; data.too_long=drop leaves it out")
 
 
 def every(key: str, otherwise: Status) -> Rule:
     """Return the rule of an interval in steps, or of `after_each_epoch`."""
 
-    def rule(found: Found) -> None:
-        if isinstance(found.value, int):
-            found.map(key, max(found.value, 0))
+    def rule(leaf: Leaf) -> None:
+        if isinstance(leaf.value, int):
+            leaf.map(key, max(leaf.value, 0))
         else:
-            found.say(otherwise, f"set {key} to the steps of an epoch")
+            leaf.say(otherwise, f"set {key} to the steps of an epoch")
 
     return rule
 
 
-def validated(found: Found) -> None:
+def validated(leaf: Leaf) -> None:
     """Map the texts of validation, which verl measures at the end too."""
-    validation_files(found)
-    found.set("validation.at_end", True)
+    validation_files(leaf)
+    leaf.set("validation.at_end", True)
 
 
-def min_ratio(found: Found) -> None:
-    found.map("scheduler.min_lr", (found.value or 0) * (found.get("optim.lr") or 0))
+def min_ratio(leaf: Leaf) -> None:
+    leaf.map("scheduler.min_lr", (leaf.value or 0) * (leaf.get("optim.lr") or 0))
 
 
 _DATA: dict[str, Rule] = SHARED_DATA | {
@@ -93,22 +93,22 @@ _DATA: dict[str, Rule] = SHARED_DATA | {
     **each(
         "data",
         "messages_key multiturn.messages_key",
-        only("messages", None, why="the column of conversations is `messages`: rename it", settled_by="data.name"),
+        only("messages", None, reason="the column of conversations is `messages`: rename it", settled_by="data.name"),
     ),
     **each(
         "data",
         "tools_key multiturn.tools_key",
-        only("tools", None, why="the column of tools is `tools`: rename it", settled_by="data.name"),
+        only("tools", None, reason="the column of tools is `tools`: rename it", settled_by="data.name"),
     ),
     "data.multiturn.enable": without("a row with `messages` is a conversation"),
     **each(
         "data",
         "enable_thinking_key multiturn.enable_thinking_key",
-        only("enable_thinking", None, why="the chat template reads columns by their own names"),
+        only("enable_thinking", None, reason="the chat template reads columns by their own names"),
     ),
     "data.enable_thinking_default": when(
-        lambda found: isinstance(found.value, bool),
-        lambda found: found.map("model.chat_template_kwargs.enable_thinking", found.value),
+        lambda leaf: isinstance(leaf.value, bool),
+        lambda leaf: leaf.map("model.chat_template_kwargs.enable_thinking", leaf.value),
         "the chat template decides",
     ),
     "data.max_length": to("model.max_length"),
@@ -135,14 +135,14 @@ _MODEL: dict[str, Rule] = MODEL_KEYS | {
 _OPTIMIZER: dict[str, Rule] = OPTIMIZER | {
     "lr_scheduler": OPTIMIZER["lr_scheduler_type"],
     "min_lr_ratio": min_ratio,
-    "init_lr_ratio": lambda found: found.map("scheduler.init_lr", (found.value or 0) * (found.get("optim.lr") or 0)),
+    "init_lr_ratio": lambda leaf: leaf.map("scheduler.init_lr", (leaf.value or 0) * (leaf.get("optim.lr") or 0)),
     "optimizer": only(
-        "adam", "Adam", "AdamW", "FusedAdam", None, why="the optimizer is Adam with decoupled weight decay"
+        "adam", "Adam", "AdamW", "FusedAdam", None, reason="the optimizer is Adam with decoupled weight decay"
     ),
     **each(
         "",
         "exp_avg_dtype exp_avg_sq_dtype master_weights store_param_remainders",
-        differs("fp32", "float32", True, None, why="states and master weights are float32"),
+        differs("fp32", "float32", True, None, reason="states and master weights are float32"),
     ),
 }
 
@@ -164,7 +164,7 @@ RULES: dict[str, Rule] = (
     | {f"engine.{key}": rule for key, rule in _ENGINE.items()}
     | {f"trainer.{key}": rule for key, rule in TRAINER.items()}
     | {
-        "data.val_files": when(lambda found: found.value, validated, "there is no validation"),
+        "data.val_files": when(lambda leaf: leaf.value, validated, "there is no validation"),
         "trainer.test_freq": every("validation.every", "logging"),
         "trainer.save_freq": every("run.checkpoint_every", "changed"),
         "trainer.max_ckpt_to_keep": to("run.keep_last"),

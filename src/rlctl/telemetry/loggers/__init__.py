@@ -50,14 +50,14 @@ END_LIMIT_S = 30.0
 
 def logged_values(metrics: Metrics) -> dict[str, float]:
     """Return every number of a metrics line under its name in loggers."""
-    found = {}
+    values = {}
     for name, value in flatten(metrics):
         section, slash, rest = name.partition("/")
         if slash and section in SECTIONS:
-            found[f"{SECTIONS[section]}/{rest}"] = value
+            values[f"{SECTIONS[section]}/{rest}"] = value
         elif name != "step":
-            found[NAMES.get(name) or f"train/{name}"] = value
-    return found
+            values[NAMES.get(name) or f"train/{name}"] = value
+    return values
 
 
 class Logger(Protocol):
@@ -127,8 +127,8 @@ class LoggerThread:
                 logger.log(*entry)
             logger.close()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a logger does, the run goes on
-            why = (str(error).strip().splitlines() or [""])[0]
-            self._tell(f"{self.title} failed and is switched off: {type(error).__name__}: {why}")
+            reason = (str(error).strip().splitlines() or [""])[0]
+            self._tell(f"{self.title} failed and is switched off: {type(error).__name__}: {reason}")
 
 
 def logger_class(name: str) -> Callable[[LoggedRun], Logger]:
@@ -162,4 +162,4 @@ def wanted_loggers(
 
 def start_loggers(names: Sequence[str], run: LoggedRun, tell: Callable[[str], None]) -> list[LoggerThread]:
     classes: list[Any] = [logger_class(name) for name in names]
-    return [LoggerThread(one.title, lambda start=one: start(run), tell) for one in classes]
+    return [LoggerThread(logger_class.title, lambda start=logger_class: start(run), tell) for logger_class in classes]

@@ -34,8 +34,8 @@ class MlflowLogger:
         if self._run is not None:
             self._client.update_run(self._run, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        existing = self._client.get_experiment_by_name(run.project)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(run.project)
         created = self._client.create_run(experiment, run_name=run.name)
         self._run = run.remember("mlflow", created.info.run_id)
         params: list[Param] = []

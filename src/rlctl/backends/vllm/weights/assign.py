@@ -47,14 +47,14 @@ class Assignment:
         return MIXED if self.direct else LOADER
 
     def routes(self) -> tuple[Route, ...]:
-        found: dict[tuple[str, str], list[str]] = {}
-        for tensor, why in (_written(self.direct) | self.loaded).items():
-            found.setdefault((LOADER if tensor in self.loaded else DIRECT, why), []).append(tensor)
-        return tuple(Route(path, why, tuple(tensors)) for (path, why), tensors in found.items())
+        tensors_by_route: dict[tuple[str, str], list[str]] = {}
+        for tensor, reason in (_written(self.direct) | self.loaded).items():
+            tensors_by_route.setdefault((LOADER if tensor in self.loaded else DIRECT, reason), []).append(tensor)
+        return tuple(Route(path, reason, tuple(tensors)) for (path, reason), tensors in tensors_by_route.items())
 
 
-def all_loaded(tensors: Collection[str], why: str) -> Assignment:
-    return Assignment((), dict.fromkeys(tensors, why), (MODEL,))
+def all_loaded(tensors: Collection[str], reason: str) -> Assignment:
+    return Assignment((), dict.fromkeys(tensors, reason), (MODEL,))
 
 
 def assign(
@@ -69,7 +69,7 @@ def assign(
     if strange and not all(_inhabited(layer, every, tensors) for layer in layers):
         return all_loaded(tensors, f"{len(strange)} parameters or tensors do not match one to one ({strange[0]})")
     loaded = {tensor: UNMATCHED for tensor in tensors if _within(tensor, layers)}
-    loaded |= {part.tensor: why for matrix in every if (why := _why_loaded(matrix)) for part in matrix.parts}
+    loaded |= {part.tensor: reason for matrix in every if (reason := _why_loaded(matrix)) for part in matrix.parts}
     if not loaded:
         return Assignment(tuple(every), {})
     paths = _closed([matrix for matrix in every if not matrix.derived], loaded, layers)
@@ -85,29 +85,29 @@ def assign(
 def _filled_by_loader_alone(matrices: StoredMatrices, every: list[StoredMatrix]) -> tuple[str, ...]:
     """Modules of unknown storage whose tensors no other module has (another, like tied embeddings, could fill them)."""
     holders = Counter(tensor for tensor, _ in {(p.tensor, s.path) for s in every if not s.derived for p in s.parts})
-    own = [matrix for matrix in matrices.unknown_storage if not matrix.derived]
-    return tuple(sorted({matrix.path for matrix in own if any(holders[part.tensor] == 1 for part in matrix.parts)}))
+    stored = [matrix for matrix in matrices.unknown_storage if not matrix.derived]
+    return tuple(sorted({matrix.path for matrix in stored if any(holders[part.tensor] == 1 for part in matrix.parts)}))
 
 
 def _written(direct: tuple[StoredMatrix, ...]) -> dict[str, str]:
     forms = [(Storage.PLAIN if matrix.lookup else matrix.storage, matrix) for matrix in direct]
-    plain_first = sorted(forms, key=lambda one: one[0] is not Storage.PLAIN)
+    plain_first = sorted(forms, key=lambda form: form[0] is not Storage.PLAIN)
     return {part.tensor: WRITTEN[form] for form, matrix in plain_first for part in matrix.parts}
 
 
 def _unmatched(matrices: StoredMatrices, every: list[StoredMatrix], tensors: set[str], alone: bool) -> Iterator[str]:
     yield from matrices.unknown
-    held = {part.tensor for matrix in every for part in matrix.parts}
-    yield from sorted(held - tensors)
+    tensors_of = {part.tensor for matrix in every for part in matrix.parts}
+    yield from sorted(tensors_of - tensors)
     # What one of several workers does not hold another one does, and verification looks at all of them. Where one does
     # not know all of its own parameters, that tells nothing.
     if alone or matrices.unknown or matrices.unknown_storage:
-        yield from sorted(tensors - held - {tensor for matrix in matrices.found for tensor in matrix.elsewhere})
+        yield from sorted(tensors - tensors_of - {tensor for matrix in matrices.found for tensor in matrix.elsewhere})
 
 
 def _layer(name: str) -> str:
-    found = re.match(r"(.*?\.\d+)\.", name)
-    return found[1] if found else MODEL
+    match = re.match(r"(.*?\.\d+)\.", name)
+    return match[1] if match else MODEL
 
 
 def _inhabited(layer: str, every: list[StoredMatrix], tensors: Collection[str]) -> bool:
@@ -131,12 +131,12 @@ def _why_loaded(matrix: StoredMatrix) -> str:
     return ""
 
 
-def _closed(own: list[StoredMatrix], loaded: dict[str, str], layers: set[str]) -> set[str]:
+def _closed(stored: list[StoredMatrix], loaded: dict[str, str], layers: set[str]) -> set[str]:
     """Modules to reload so that `loaded` can be loaded, closed over their tensors, which are added to `loaded`."""
     paths = set(layers)
     while True:
         before = len(paths), len(loaded)
-        for matrix in own:
+        for matrix in stored:
             if any(part.tensor in loaded for part in matrix.parts) and not _within(matrix.path, paths):
                 paths.add(matrix.path)
             if _within(matrix.path, paths):

@@ -80,9 +80,9 @@ class StoredMatrix(LocalMatrix):
     def name(self) -> str:
         return self.label or self.full_name
 
-    def because(self, why: str) -> StoredMatrix:
+    def because(self, reason: str) -> StoredMatrix:
         """The matrix as one of unknown storage; itself where `why` is empty."""
-        return replace(self, why_unknown=why) if why else self
+        return replace(self, why_unknown=reason) if reason else self
 
     def kept(self) -> torch.Tensor:
         """The tensor as the module stores it: the stack's matrix in its storage order."""
@@ -165,11 +165,11 @@ def stored_matrices(model: torch.nn.Module) -> StoredMatrices:
     for vllm, published in _renamings(model):
         every = [_renamed(matrix, vllm, published) for matrix in every]
     every = [matrix.because(matrix.why_unknown or _why_misshapen(matrix)) for matrix in every]
-    found, unknown_storage = (
+    stored, unknown_storage = (
         [matrix for matrix in every if not matrix.why_unknown],
         [matrix for matrix in every if matrix.why_unknown],
     )
-    readable = {matrix.full_name for matrix in found}
+    readable = {matrix.full_name for matrix in stored}
     unreadable = {
         name: matrix.why_unknown for matrix in unknown_storage for name in _parameters(matrix) if name not in readable
     }
@@ -178,7 +178,7 @@ def stored_matrices(model: torch.nn.Module) -> StoredMatrices:
     for name in unknown:
         owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
         unreadable[name] = f"is stored in a form of its own by {owner}"
-    return StoredMatrices(found, unknown_storage, unreadable, tuple(unknown))
+    return StoredMatrices(stored, unknown_storage, unreadable, tuple(unknown))
 
 
 def stored_buffers(model: torch.nn.Module, sent: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
@@ -196,11 +196,14 @@ def matched(
     names; their tensors cannot be read back, except `buffers`."""
     if not loaded:
         return every
-    found = [matrix for matrix in every.found if all(part.tensor in sent for part in matrix.parts)]
-    held = {*(part.tensor for matrix in (*found, *every.unknown_storage) for part in matrix.parts), *buffers}
-    lost = [tensor for tensor in loaded if tensor not in held]
+    stored = [matrix for matrix in every.found if all(part.tensor in sent for part in matrix.parts)]
+    stored_tensors = {
+        *(part.tensor for matrix in (*stored, *every.unknown_storage) for part in matrix.parts),
+        *buffers,
+    }
+    lost = [tensor for tensor in loaded if tensor not in stored_tensors]
     unreadable = every.unreadable | dict.fromkeys(lost, "has no place that is known: vLLM calls it otherwise")
-    return StoredMatrices(found, every.unknown_storage, unreadable, (*every.unknown, *lost))
+    return StoredMatrices(stored, every.unknown_storage, unreadable, (*every.unknown, *lost))
 
 
 def _parameters(matrix: StoredMatrix) -> Iterator[str]:
@@ -211,18 +214,20 @@ def _parameters(matrix: StoredMatrix) -> Iterator[str]:
 
 def elsewhere(model: torch.nn.Module) -> list[str]:
     """Return paths of modules on other workers: other pipeline stages and experts."""
-    found = [path for path, module in model.named_modules() if type(module).__name__ == "PPMissingLayer"]
+    absent = [path for path, module in model.named_modules() if type(module).__name__ == "PPMissingLayer"]
     for path, module in model.named_modules():
         if "RoutedExperts" in {base.__name__ for base in type(module).__mro__}:
-            own, experts = set(compat.local_experts(module)), cast(Any, module).moe_config.num_experts
-            found += [f"{_block(path)}.experts.{number}" for number in range(experts) if number not in own]
-    return found
+            local, experts = set(compat.local_experts(module)), cast(Any, module).moe_config.num_experts
+            absent += [f"{_block(path)}.experts.{number}" for number in range(experts) if number not in local]
+    return absent
 
 
 def dtypes(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """The dtype of each published tensor in the engine: a router's correction bias is float32 among bfloat16."""
-    own = {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in buffers.items()}
-    return own | {part.tensor: dtype_name(matrix) for matrix in stored_matrices(model).found for part in matrix.parts}
+    buffer_dtypes = {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in buffers.items()}
+    return buffer_dtypes | {
+        part.tensor: dtype_name(matrix) for matrix in stored_matrices(model).found for part in matrix.parts
+    }
 
 
 def dtype_name(matrix: StoredMatrix) -> str:
@@ -241,13 +246,13 @@ def _why_misshapen(matrix: StoredMatrix) -> str:
     return "" if holds else f"is kept with shape {tuple(kept.shape)}"
 
 
-def _name_after_input_embedding(found: list[StoredMatrix]) -> list[StoredMatrix]:
-    name = next((matrix.parts[0].tensor for matrix in found if matrix.lookup), None)
+def _name_after_input_embedding(stored: list[StoredMatrix]) -> list[StoredMatrix]:
+    name = next((matrix.parts[0].tensor for matrix in stored if matrix.lookup), None)
     if name is None:  # another pipeline stage has both
-        return found
+        return stored
     return [
         replace(matrix, parts=tuple(replace(part, tensor=name) for part in matrix.parts)) if matrix.output else matrix
-        for matrix in found
+        for matrix in stored
     ]
 
 
@@ -279,20 +284,24 @@ def _walk(model: torch.nn.Module) -> list[StoredMatrix]:
     paths = {id(module): path for path, module in model.named_modules()}
     whole = compat.reads_images(model)  # a tower's own parameters, such as the embedding of a class
     modules = model.named_modules()
-    found = [matrix for path, module in modules for matrix in _of_module(path, module, fused, paths, whole)]
-    return list(_with_order(model, found))
+    stored = [matrix for path, module in modules for matrix in _of_module(path, module, fused, paths, whole)]
+    return list(_with_order(model, stored))
 
 
-def _with_order(model: torch.nn.Module, found: list[StoredMatrix]) -> Iterator[StoredMatrix]:
+def _with_order(model: torch.nn.Module, stored: list[StoredMatrix]) -> Iterator[StoredMatrix]:
     """Mark linear matrices that the model's loader reorders as unknown storage, by the source of models without a
     family file."""
     reordered = REORDERED.get(type(model).__name__)
     loader = "" if reordered else compat.reshaping_loader(model)
-    for matrix in found:
-        own = matrix.path.rpartition(".")[2] in (reordered or ())
+    for matrix in stored:
+        reordered_here = matrix.path.rpartition(".")[2] in (reordered or ())
         linear = "LinearBase" in {base.__name__ for base in type(matrix.module).__mro__}
-        why = f"is put in an order of its own by {loader or type(model).__name__}" if own or (loader and linear) else ""
-        yield matrix.because(why)
+        reason = (
+            f"is put in an order of its own by {loader or type(model).__name__}"
+            if reordered_here or (loader and linear)
+            else ""
+        )
+        yield matrix.because(reason)
 
 
 def _of_module(
@@ -309,8 +318,8 @@ def _of_module(
             compat.why_quantized(module)
         )
     elif "LinearBase" in kind:
-        why = compat.why_quantized(module)
-        yield from (matrix.because(why) for matrix in _linear(path, module, kind, fused))
+        reason = compat.why_quantized(module)
+        yield from (matrix.because(reason) for matrix in _linear(path, module, kind, fused))
         yield from _correction_bias(path, module, path)
     elif "MLAAttention" in kind:
         yield from _latent_attention(path, module, paths)
@@ -346,7 +355,7 @@ def _linear(path: str, module: Any, kind: set[str], fused: dict[str, list[str]])
         matrix = held.row_parallel(path, f"{path}.weight", module.output_size, module.input_size, tp, rank)
     else:
         rows = _output_rows(module, kind, tp, rank)
-        count = sum(own.count for own in rows)
+        count = sum(row.count for row in rows)
         if len(names) == 1 < len(rows):  # published as one, as Phi-3's are
             rows, names = held.below_one_another(rows), names * len(rows)
         if len(rows) != len(names) or count != getattr(module, "output_size_per_partition", count):
@@ -407,8 +416,8 @@ def _tensor_parallel() -> tuple[int, int]:
 
 def _latent_attention(path: str, module: Any, paths: dict[int, str]) -> Iterator[StoredMatrix]:
     tensor = f"{paths[id(module.kv_b_proj)]}.weight"
-    if why := _why_not_halved(module):
-        yield _opaque(path, module, "W_UK_T", [tensor], why, derived=True)
+    if reason := _why_not_halved(module):
+        yield _opaque(path, module, "W_UK_T", [tensor], reason, derived=True)
         return
     heads, keys, columns = module.W_UK_T.shape
     values = module.W_UV.shape[2]
@@ -418,24 +427,26 @@ def _latent_attention(path: str, module: Any, paths: dict[int, str]) -> Iterator
 
 def _why_not_halved(module: Any) -> str:
     """Why the halves of kv_b are not its own elements; empty: they are."""
-    if why := compat.why_quantized(module.kv_b_proj):
-        return f"is made from kv_b_proj, which {why}"
+    if reason := compat.why_quantized(module.kv_b_proj):
+        return f"is made from kv_b_proj, which {reason}"
     return "" if hasattr(module, "W_UK_T") and hasattr(module, "W_UV") else "is kept in an order of the kernel's own"
 
 
 def _opaque(
-    path: str, module: Any, parameter: str, tensors: list[str], why: str, derived: bool = False
+    path: str, module: Any, parameter: str, tensors: list[str], reason: str, derived: bool = False
 ) -> StoredMatrix:
     parts = tuple(MatrixPart(name, (), (), 0, 0) for name in tensors)
-    return StoredMatrix(path, parameter, parts, module=module, why_unknown=why, derived=derived)
+    return StoredMatrix(path, parameter, parts, module=module, why_unknown=reason, derived=derived)
 
 
 def _experts(path: str, module: Any) -> Iterator[StoredMatrix]:
     order, prefix, numbers = compat.expert_order(module), f"{_block(path)}.experts", compat.local_experts(module)
     stacked = bool(getattr(module, "w13_bias", None) is not None) and "GptOss" in type(module).__name__
     if order.reason:
-        own = next((name for name, _ in module.named_parameters(recurse=False) if name != CORRECTION_BIAS), "weights")
-        yield _opaque(path, module, own, _expert_tensors(prefix, module, numbers, stacked), order.reason)
+        weight_name = next(
+            (name for name, _ in module.named_parameters(recurse=False) if name != CORRECTION_BIAS), "weights"
+        )
+        yield _opaque(path, module, weight_name, _expert_tensors(prefix, module, numbers, stacked), order.reason)
         return
     sizes = compat.expert_sizes(module)
     for index, number in enumerate(numbers):

@@ -27,9 +27,9 @@ _recorded: WeakKeyDictionary[torch.nn.Module, Expected] = WeakKeyDictionary()
 # Weights
 
 
-def read(found: list[StoredMatrix]) -> Iterator[Reading]:
+def read(matrices: list[StoredMatrix]) -> Iterator[Reading]:
     """Fingerprints of what products and look-ups really use."""
-    for matrix in found:
+    for matrix in matrices:
         if matrix.packed:
             yield from _read_packed(matrix)
         if not matrix.packed or matrix.lookup:
@@ -43,9 +43,9 @@ def read(found: list[StoredMatrix]) -> Iterator[Reading]:
 def unread(every: StoredMatrices) -> list[Reading]:
     """One reading for each tensor of a matrix of unknown storage and for each unknown parameter, with the reason."""
     tensors = {part.tensor: matrix for matrix in every.unknown_storage for part in matrix.parts}
-    found = {name: f"{matrix.full_name} {matrix.why_unknown}" for name, matrix in tensors.items()}
-    found |= {name: every.unreadable[name] for name in every.unknown}
-    return [Reading(name, (), (), (), 0, name, unreadable=why) for name, why in found.items()]
+    reasons = {name: f"{matrix.full_name} {matrix.why_unknown}" for name, matrix in tensors.items()}
+    reasons |= {name: every.unreadable[name] for name in every.unknown}
+    return [Reading(name, (), (), (), 0, name, unreadable=reason) for name, reason in reasons.items()]
 
 
 def _read_packed(matrix: StoredMatrix) -> Iterator[Reading]:
@@ -71,9 +71,9 @@ def _products(matrix: StoredMatrix) -> Iterator[tuple[int, torch.Tensor]]:
         yield first, module.cpu_linear(eye, weight, None)
 
 
-def values(found: list[StoredMatrix], tensor: str) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
+def values(matrices: list[StoredMatrix], tensor: str) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
     """Every copy of `tensor` that the engine computes with: (matrix, start of the box, values as float32)."""
-    for matrix in found:
+    for matrix in matrices:
         parts = [part for part in matrix.parts if part.tensor == tensor]
         if parts and (not matrix.packed or matrix.lookup):
             stored = matrix.stored()
@@ -100,12 +100,12 @@ def record_buffers(model: torch.nn.Module) -> Expected:
     recomputed from the configuration; other buffers do not depend on weights. Raises VerificationError for a wrong
     table."""
     if model not in _recorded:
-        found = {(name, buffer.dtype): _fingerprint(buffer) for name, buffer in _buffers(model)}
+        fingerprints = {(name, buffer.dtype): _fingerprint(buffer) for name, buffer in _buffers(model)}
         for name, table, computed in _rotary_tables(model):
             _require_right(name, table, computed)
             for dtype in (computed.dtype, *(ROUNDED if computed.dtype == torch.float32 else ())):
-                found[name, dtype] = _fingerprint(computed.to(dtype))
-        _recorded[model] = found
+                fingerprints[name, dtype] = _fingerprint(computed.to(dtype))
+        _recorded[model] = fingerprints
     return _recorded[model]
 
 
@@ -127,8 +127,8 @@ def read_buffers(model: torch.nn.Module, stored: Collection[str] = ()) -> Iterat
         if name in stored:
             continue
         shape = tuple(buffer.shape)
-        value, wanted = _fingerprint(buffer), expected.get((name, buffer.dtype), 0)
-        yield Reading(name, shape, (0,) * len(shape), shape, value, name, expected=wanted)
+        value, recorded = _fingerprint(buffer), expected.get((name, buffer.dtype), 0)
+        yield Reading(name, shape, (0,) * len(shape), shape, value, name, expected=recorded)
 
 
 def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,7 +157,7 @@ def poison(model: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> int:
     """Fill weights and `stored` buffers, which refits send, with NaN; return the number of tensors."""
     abandon(model)  # parameters of an interrupted reload are not in place
     every = stored_matrices(model)
-    known = {matrix.full_name for matrix in every.found}
+    readable = {matrix.full_name for matrix in every.found}
     for matrix in every.found:
         if matrix.packed:
             _poison_packed(matrix)
@@ -166,8 +166,8 @@ def poison(model: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> int:
     for matrix in every.unknown_storage:
         if matrix.derived:  # no parameter in every version of vLLM
             _poison_latent_halves(matrix)
-    named = model.named_parameters()
-    unknown = [parameter for name, parameter in named if name not in known and parameter.is_floating_point()]
+    params = model.named_parameters()
+    unknown = [parameter for name, parameter in params if name not in readable and parameter.is_floating_point()]
     for parameter in unknown:
         parameter.data.fill_(float("nan"))
     floating = [buffer for buffer in stored.values() if buffer.is_floating_point()]

@@ -64,8 +64,8 @@ class WorkerWeights(ReceivingEnd):
         loaded = [row for row in table if row[0] in self.assignment.loaded]
         self.parameters = LiveParameters(self.assignment.direct)
         # The loader would widen what came rounded: tensors for it come in the dtypes in which the model holds them.
-        held = locate.dtypes(self.model, self.stored_buffers()) if loaded else {}
-        handed = whole_tensors([(name, held.get(name, dtype), shape) for name, dtype, shape in loaded])
+        dtypes_by_name = locate.dtypes(self.model, self.stored_buffers()) if loaded else {}
+        handed = whole_tensors([(name, dtypes_by_name.get(name, dtype), shape) for name, dtype, shape in loaded])
         # What is written directly comes first, and the rest is left for one call of the model's loader.
         written = self.parameters.layout()
         self.layout = Layout(0, written.params | handed.params, written.pieces + handed.pieces)
@@ -79,32 +79,32 @@ class WorkerWeights(ReceivingEnd):
         if receive == "loader":
             return all_loaded(tensors, "asked for")
         if compat.reloads_as_a_whole(self.model):
-            found = all_loaded(tensors, "torchao's loader renews a model as a whole")
+            assignment = all_loaded(tensors, "torchao's loader renews a model as a whole")
         else:
             alone, elsewhere = torch.distributed.get_world_size() == 1, locate.elsewhere(self.model)
-            found = assign(locate.stored_matrices(self.model), tensors, alone=alone, elsewhere=elsewhere)
-        if receive == "direct" and found.loaded:
-            tensor, why = next(iter(found.loaded.items()))
+            assignment = assign(locate.stored_matrices(self.model), tensors, alone=alone, elsewhere=elsewhere)
+        if receive == "direct" and assignment.loaded:
+            tensor, reason = next(iter(assignment.loaded.items()))
             raise ConfigError(
-                f"--receive direct: {len(found.loaded)} tensors cannot be written directly ({tensor}: {why}).",
+                f"--receive direct: {len(assignment.loaded)} tensors cannot be written directly ({tensor}: {reason}).",
                 "Use --receive auto or loader.",
             )
-        return found
+        return assignment
 
     def need(self, engine: str) -> Need:
         name, place = f"{engine} worker {self._number}", device_name(self.device)
         if self.assignment.loaded:
-            tensor, why = next(iter(self.assignment.loaded.items()))
-            whole_only = f"the loader takes whole tensors ({tensor}: {why})"
+            tensor, reason = next(iter(self.assignment.loaded.items()))
+            whole_only = f"the loader takes whole tensors ({tensor}: {reason})"
         else:
             whole_only = why_whole(self.targets())
         return Need(name, this_node(), place, self.assignment.routes(), self.layout, whole_only)
 
     def connect_own(self, engine: str, connections: tuple[Connection, ...]) -> None:
-        own = connections[self._number]
-        shared = own.group is not None and self.device.type == "cuda"
+        connection = connections[self._number]
+        shared = connection.group is not None and self.device.type == "cuda"
         with compat.without_own_nccl_settings() if shared else nullcontext():
-            self.connect(own, f"{engine} worker {self._number}")
+            self.connect(connection, f"{engine} worker {self._number}")
 
     def begin(self) -> None:
         abandon(self.model)
@@ -138,14 +138,14 @@ class WorkerWeights(ReceivingEnd):
         if self.table and not compat.is_of_known_family(self.model):
             sent = {row[0] for row in self.table}
             every = locate.matched(every, sent, self.assignment.loaded, self.stored_buffers())
-        found, unread, stored = every.found, read_back.unread(every), self.stored_buffers()
+        readable, unread, stored = every.found, read_back.unread(every), self.stored_buffers()
         if tensors is not None:
-            wanted = set(tensors)
-            own = {name: buffer for name, buffer in stored.items() if name in wanted}
-            chosen = [s for s in found if any(p.tensor in wanted for p in s.parts)]
-            return [*read_back.read(chosen), *read_back.read_stored(own), *unread]
+            tensor_names = set(tensors)
+            selected = {name: buffer for name, buffer in stored.items() if name in tensor_names}
+            chosen = [s for s in readable if any(p.tensor in tensor_names for p in s.parts)]
+            return [*read_back.read(chosen), *read_back.read_stored(selected), *unread]
         kept = read_back.read_buffers(self.model, stored)
-        return [*read_back.read(found), *read_back.read_stored(stored), *kept, *unread]
+        return [*read_back.read(readable), *read_back.read_stored(stored), *kept, *unread]
 
     def values(self, tensor: str) -> list[tuple[str, tuple[int, ...], Any]]:
         stored = self.stored_buffers()
@@ -204,5 +204,5 @@ class RlctlWorkerExtension:
     def rlctl_take_routing(self) -> dict[str, list[recorded_experts.Span]]:
         """Return choices since the last call by request, from the first worker of a pipeline stage; all workers route
         alike."""
-        found = self._recorder.take()
-        return found if self.rank % self.parallel_config.tensor_parallel_size == 0 else {}
+        routing = self._recorder.take()
+        return routing if self.rank % self.parallel_config.tensor_parallel_size == 0 else {}

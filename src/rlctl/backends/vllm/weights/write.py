@@ -45,28 +45,28 @@ class LiveParameters:
 
     def targets(self) -> dict[str, Destination]:
         """Where each parameter of `layout` goes, as things are now."""
-        found: dict[str, Destination] = {}
+        destinations: dict[str, Destination] = {}
         shared = self.shared()
         for index, matrix in enumerate(self.matrices):
             name = self.matrices[shared.get(index, index)].param
             packs = (partial(self.pack, matrix),) if matrix.storage is not Storage.PLAIN else ()
             if index in shared:
-                found[name] = replace(found[name], packs=found[name].packs + packs)
+                destinations[name] = replace(destinations[name], packs=destinations[name].packs + packs)
             else:
-                found[name] = Destination(_memory(matrix), matrix.rows, packs)
-        return found
+                destinations[name] = Destination(_memory(matrix), matrix.rows, packs)
+        return destinations
 
     def shared(self) -> dict[int, int]:
         """Matrices that compute with, or pack from, the memory of an earlier one; both by their place in `matrices`."""
         first: dict[tuple, int] = {}
-        found: dict[int, int] = {}
+        counts: dict[int, int] = {}
         for index, matrix in enumerate(self.matrices):
             memory = _memory(matrix)
             if memory is not None:
                 earlier = first.setdefault((memory.data_ptr(), memory.shape, memory.stride()), index)
                 if earlier != index:
-                    found[index] = earlier
-        return found
+                    counts[index] = earlier
+        return counts
 
     def pack(self, matrix: StoredMatrix, rows: torch.Tensor) -> None:
         """Renew the copy in another order from the whole matrix."""
@@ -136,7 +136,7 @@ class DirectWriter:
 
     def begin(self) -> None:
         self._targets = self.look()
-        where = {name: one.memory.data_ptr() for name, one in self._targets.items() if one.memory is not None}
+        where = {name: target.memory.data_ptr() for name, target in self._targets.items() if target.memory is not None}
         if where != self._where:  # parameters have moved: work everything out again
             self._where, self._bound = where, {}
 
@@ -183,14 +183,14 @@ class ModelLoader:
     def write_rounds(self, rounds: Rounds, receiver: TimedReceiver) -> None:
         """Write all rounds; those before the first tensor for the loader are written before it is called."""
         self.direct.begin()
-        alone = next((at for at, own in enumerate(rounds) if not all(map(self.direct.holds, own))), len(rounds))
+        alone = next((at for at, chunks in enumerate(rounds) if not all(map(self.direct.holds, chunks))), len(rounds))
         for index, chunks in enumerate(rounds[:alone]):
             self.direct.write(index, chunks, receiver.wait(index))
             receiver.done(index)
         self.load(self._tensors(rounds, alone, receiver))
 
     def _tensors(self, rounds: Rounds, first: int, receiver: TimedReceiver) -> Iterator[tuple[str, torch.Tensor]]:
-        shapes = {chunk.param: tuple(span.last + 1 for span in chunk.box) for own in rounds for chunk in own}
+        shapes = {chunk.param: tuple(span.last + 1 for span in chunk.box) for chunks in rounds for chunk in chunks}
         open_: dict[str, torch.Tensor] = {}
         for index, chunks in enumerate(rounds[first:], first):
             buffer = receiver.wait(index)
@@ -218,7 +218,7 @@ def write_changes(
 ) -> None:
     """Write changed elements over the live parameters of `layout`."""
     memory = [cast(torch.Tensor, targets[name].memory) for name in layout.params]  # `why_whole` was asked before
-    dtypes, senders = [one.dtype for one in memory], len(connection.senders)
+    dtypes, senders = [target.dtype for target in memory], len(connection.senders)
     for index in range(rounds):
         buffer = receiver.wait(index)
         for sender in range(senders):
@@ -275,9 +275,9 @@ class ReceivingEnd(ABC):
             if changes is None:
                 self.writer.write_rounds(self.rounds, timed)
             elif held != base:
-                found = "no whole version" if held is None else f"version {held}"
+                held_version = "no whole version" if held is None else f"version {held}"
                 raise VerificationError(
-                    f"Changes since version {base} of the weights came to an engine that holds {found}."
+                    f"Changes since version {base} of the weights came to an engine that holds {held_version}."
                 )
             else:
                 write_changes(self.targets(), self.connection, self.layout, len(changes), timed)
