@@ -33,7 +33,7 @@ from rlctl.vector_math import warm_up
 from support.durations import DurationsPlugin, make_scheduler
 from support.forked_workers import started_anew
 
-pytest_plugins = ["support.commands", "support.engines", "support.scoring"]
+pytest_plugins = ["support.commands", "support.crew", "support.engines", "support.scoring"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -222,21 +222,6 @@ def untried(plan: RewardPlan, source: PromptSource, completion: str | None = Non
     return plan
 
 
-@pytest.mark.parametrize("command", {command.replace(" --dry-run", ""): None for command in of_kind("dry run")})
-def test_commands_that_train_or_sample(
-    command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As dry runs: keys, files, data and plan are checked. The scoring process is left to the slow test."""
-    monkeypatch.setattr("rlctl.rewards.prepare_rewards.tried", untried)
-    monkeypatch.setattr("rlctl.training.user_loss.call_in_child", lambda *_, **__: ())
-    monkeypatch.setattr(
-        "rlctl.preparation.prepare.wanted_loggers", lambda run, tell, optional: ()
-    )  # packages that need not be there
-    if not re.search("--preset (laptop|run)", command):  # for GPUs, and planned from the catalog
-        monkeypatch.setenv("RLCTL_MODEL__NAME", "Qwen/Qwen3-8B")
-    assert run_here(command.replace("--ray-address HEAD:6379", ""), "--dry-run") == 0, capsys.readouterr().err
-
-
 ELSEWHERE = re.compile("openai/|own_tokenizer|--config|--env (openenv|verifiers)|--preset [0-9]nodes|--ray-address")
 """Commands whose prompts are on the hub, come from a server or another Python, or have no turns."""
 QUESTIONS = {
@@ -267,6 +252,43 @@ def trained_commands() -> list[str]:
     found = {task_of(command): command for command in of_kind("dry run")
              if command.startswith("rlctl train") and not ELSEWHERE.search(command)}  # fmt: skip
     return list(found.values())
+
+
+def dry_runs() -> list[Any]:
+    """Return the commands that have a dry run. One of each command, method, preset and recipe is run in every test, but
+    for those of `test_first_prompts`; the others are slow tests."""
+    commands = {command.replace(" --dry-run", ""): None for command in of_kind("dry run")}
+    seen = {subject_of(command) for command in trained_commands()}
+    marks = {command: subject_of(command) in seen or seen.add(subject_of(command)) for command in commands}
+    return [pytest.param(command, marks=pytest.mark.slow if known else ()) for command, known in marks.items()]
+
+
+def subject_of(command: str) -> tuple[str, ...]:
+    """Return the words of a command that decide what is prepared: command, method, preset, recipe and algorithm."""
+    words = shlex.split(command)
+    flags = [
+        f"{a} {b}" for a, b in pairwise(words) if a in ("--preset", "--config", "--algorithm", "--env", "--teacher")
+    ]
+    return (*(word for word in words[1:3] if not word.startswith("-")), *sorted(flags))
+
+
+def test_every_flag_of_a_dry_run_exists() -> None:
+    assert {command: word for command in of_kind("dry run") if (word := unknown_in(command))} == {}
+
+
+@pytest.mark.parametrize("command", dry_runs())
+def test_commands_that_train_or_sample(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As dry runs: keys, files, data and plan are checked. The scoring process is left to the slow test."""
+    monkeypatch.setattr("rlctl.rewards.prepare_rewards.tried", untried)
+    monkeypatch.setattr("rlctl.training.user_loss.call_in_child", lambda *_, **__: ())
+    monkeypatch.setattr(
+        "rlctl.preparation.prepare.wanted_loggers", lambda run, tell, optional: ()
+    )  # packages that need not be there
+    if not re.search("--preset (laptop|run)", command):  # for GPUs, and planned from the catalog
+        monkeypatch.setenv("RLCTL_MODEL__NAME", "Qwen/Qwen3-8B")
+    assert run_here(command.replace("--ray-address HEAD:6379", ""), "--dry-run") == 0, capsys.readouterr().err
 
 
 def question_of(command: str) -> str:

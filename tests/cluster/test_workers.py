@@ -194,13 +194,13 @@ def test_a_wait_ends_with_the_failure_of_what_runs_beside_it(gpus, group, tmp_pa
         with failing_with(beside):  # which succeeds
             assert group.call(Counter.rank_plus, 5) == [5, 6]
         assert beside.results() == [1]
-        begun = time.monotonic()
-        with failing_with(other.submit(Counter.refuse)), pytest.raises(InputError, match="the file `x` is empty"):
-            group.call(Counter.doze, 1, 50.0)
-        assert time.monotonic() - begun < 40
         late = other.within(0.1).submit(Counter.doze, 0, 5.0)
         with failing_with(late):  # the time that a wait may take is its own
             assert group.call(Counter.rank_plus, 5) == [5, 6]
+        begun = time.monotonic()
+        with failing_with(other.submit(Counter.refuse)), pytest.raises(InputError, match="the file `x` is empty"):
+            group.call(Counter.doze, 1, 50.0)  # the last call: the next would wait for it
+        assert time.monotonic() - begun < 40
     finally:
         other.kill()
 

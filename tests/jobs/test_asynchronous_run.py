@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from support.crew import ASYNC
 from support.runs import command, finish, results, resume, started, wait_for_step, wait_until_gone
 
 pytestmark = pytest.mark.slow
-ASYNC = ("--async", "--max-staleness", "1", "--set", "run.checkpoint_every=1")
 CHOOSING = (
     "--set", "filter.groups=replace", "--set", "data.order=pass-rate", "--set", "data.size=6",
     "--set", "loss.importance_correction=ratio",

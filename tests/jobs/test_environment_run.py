@@ -16,17 +16,10 @@ from rlctl.jobs.rollout import episodes_job
 from rlctl.methods.configuration import resolve
 from rlctl.telemetry.metrics import read_metrics
 from support.commands import Run
-from support.runs import command, results, resume, started, wait_for_step, wait_until_gone
+from support.crew import TOYS, playing
+from support.runs import results, resume, started, wait_for_step, wait_until_gone
 
 Here = Callable[[list[str]], subprocess.CompletedProcess[str]]
-TOYS = Path(__file__).parents[1] / "support" / "toy_environments.py"
-EVEN = ("--env", f"{TOYS}:Even", "--set", "environment.turns=3", "--set", "run.checkpoint_every=1")
-
-
-def playing(model: Path, run_dir: Path, *more: str) -> list[str]:
-    """The command of a run on an environment in place of data and rewards."""
-    words = command(model, run_dir, *EVEN, *more)
-    return [*words, "--set", "data.name=null", "--set", "data.params={}", "--set", "reward.terms=[]"]
 
 
 @pytest.mark.guard

@@ -168,7 +168,6 @@ def test_states_in_host_memory_train_the_same_run_and_either_goes_on_with_the_ot
     same_run(results(uninterrupted[0]), results(run_dir))
 
 
-@pytest.mark.guard
 def test_both_backends_run_the_same_steps(uninterrupted, here, tiny_llama: Path, tmp_path: Path) -> None:
     """Megatron on one rank; FSDP2 on two, whose run goes on with Megatron in the middle."""
     theirs, ours = uninterrupted[0], tmp_path / "dtensor"

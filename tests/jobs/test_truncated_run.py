@@ -14,7 +14,7 @@ from support.runs import command, results
     ("backend", "kept"),
     [
         ("megatron", ["top_p=0.9"]),
-        ("dtensor", ["top_k=20"]),
+        pytest.param("dtensor", ["top_k=20"], marks=pytest.mark.slow),
         pytest.param("dtensor", ["top_p=0.9"], marks=pytest.mark.slow),
         pytest.param("megatron", ["top_k=20"], marks=pytest.mark.slow),
         pytest.param("megatron", ["min_p=0.2"], marks=pytest.mark.slow),

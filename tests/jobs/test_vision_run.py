@@ -13,37 +13,12 @@ from safetensors.torch import load_file
 
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.models.vision import VISION_FAMILIES
-from support.runs import REWARD, results, resume
-from support.vision_models import WITH_ENGINES, square, write_vision_model
+from support.crew import on_images, write_image_rows
+from support.runs import results, resume
+from support.vision_models import WITH_ENGINES, write_vision_model
 
 RLCTL = str(Path(sys.executable).with_name("rlctl"))
-COLORS = ("red", "green", "blue", "yellow")
 DRAWING = f"{Path(__file__).parents[1] / 'support' / 'toy_environments.py'}:Drawing"
-SIZES = ((64, 64), (96, 48), (40, 100), (70, 70))
-
-
-def write_rows(folder: Path) -> Path:
-    """Rows with one image, two and none."""
-    rows = []
-    for number in range(8):
-        color, size = COLORS[number % 4], SIZES[number % 4]
-        square(color, size).save(folder / f"{number}.png")
-        images = {0: {}, 1: {"image": f"{number}.png"}, 2: {"images": [f"{number}.png", "0.png"]}}[number % 3]
-        rows.append({"prompt": f"what color is square {number}?", "answer": color, **images})
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def command(model: Path, data: Path, run: Path, *more: str) -> list[str]:
-    reward = data.parent / "reward.py"
-    reward.write_text(REWARD)
-    return [
-        RLCTL, "train", "grpo", "--model", str(model), "--data", str(data), "--reward", f"{reward}:even", "--gpu",
-        "cpu", "--prompts", "4", "--generations", "4", "--max-new-tokens", "6", "--lr", "1e-3", "--seed", "1",
-        "--run-dir", str(run), "--set", "run.checkpoint_every=2", "--set", "training.threads=1", "--set",
-        "generation.threads=1", *more,
-    ]  # fmt: skip
 
 
 def read(directory: Path) -> dict[str, torch.Tensor]:
@@ -55,12 +30,12 @@ def read(directory: Path) -> dict[str, torch.Tensor]:
 def test_a_model_is_trained_on_images_resumed_and_published(here: Any, family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    model, data = write_vision_model(tmp_path / "model", family), write_rows(tmp_path)
+    model, data = write_vision_model(tmp_path / "model", family), write_image_rows(tmp_path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    done = here(command(model, data, whole, "--steps", "4", "--set", "training.dp=2"))
+    done = here(on_images(model, data, whole, "--steps", "4", "--set", "training.dp=2"))
     assert done.returncode == 0, done.stderr
     assert "reads images: all of it is trained, by the backend dtensor" in done.stderr
-    done = here(command(model, data, parts, "--steps", "2", "--set", "training.dp=2"))
+    done = here(on_images(model, data, parts, "--steps", "2", "--set", "training.dp=2"))
     assert done.returncode == 0, done.stderr
     done = here(resume(parts, "--steps", "4"))
     assert done.returncode == 0, done.stderr
@@ -95,9 +70,9 @@ def test_a_model_is_trained_on_images_resumed_and_published(here: Any, family: s
 @pytest.mark.slow
 def test_samples_in_flight_see_their_images_under_new_weights(here: Any, tmp_path: Path) -> None:
     """What the tower made of an image goes with its weights, also where a sample is half done."""
-    model, data = write_vision_model(tmp_path / "model", "idefics3"), write_rows(tmp_path)
+    model, data = write_vision_model(tmp_path / "model", "idefics3"), write_image_rows(tmp_path)
     more = ["--steps", "4", "--async", "--set", "refit.in_flight=keep", "--set", "refit.verify_every=1"]
-    done = here(command(model, data, tmp_path / "run", *more))
+    done = here(on_images(model, data, tmp_path / "run", *more))
     assert done.returncode == 0, done.stderr
     lines = results(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
@@ -109,9 +84,9 @@ def test_samples_in_flight_see_their_images_under_new_weights(here: Any, tmp_pat
     ("family", "more"), [("idefics3", ["--set", "refit.verify_every=1"]), ("qwen3_vl", ["--async", "--lora"])]
 )
 def test_environments_show_images(here: Any, family: str, more: list[str], tmp_path: Path) -> None:
-    model, data = write_vision_model(tmp_path / "model", family), write_rows(tmp_path)
+    model, data = write_vision_model(tmp_path / "model", family), write_image_rows(tmp_path)
     asked = ["--steps", "3", "--env", DRAWING, "--set", "environment.turns=3", *more]
-    asked = command(model, data, tmp_path / "run", *asked)
+    asked = on_images(model, data, tmp_path / "run", *asked)
     at = asked.index("--reward")  # the environment's own is learned from
     done = here([*asked[:at], *asked[at + 2 :]])
     assert done.returncode == 0, done.stderr

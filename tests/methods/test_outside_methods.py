@@ -194,7 +194,6 @@ def test_both_are_planned_and_shown_without_being_started(package: Path, tiny_ll
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_both_train_and_resume(package: Path, tiny_llama: Path, tmp_path: Path) -> None:
     run, words = str(tmp_path / "run"), method_words(package, tiny_llama)
     common = ["--set", "training.threads=1", "--set", "model.convert=false", "--run-dir", run]

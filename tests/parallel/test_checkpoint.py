@@ -18,7 +18,7 @@ from support.parallel_cases import (
     run_checkpoint_memory,
     run_checkpoint_of_no_step,
 )
-from support.pool import Pools
+from support.pool import Pools, slowly
 from support.reference_policy import hf_model, make_batch, megatron_weights, reference_weights
 
 SAME = {
@@ -48,7 +48,7 @@ def run(pools: Pools, before: Case, after: Case, directory: Path, by_megatron: b
     return straight, resumed, kept, loaded
 
 
-@pytest.mark.parametrize("case", SAME.values(), ids=SAME.keys())
+@pytest.mark.parametrize("case", slowly(SAME, "tied-tp2", "pp2", "ep2"))
 def test_same_parallelism_is_bitwise(pools: Pools, case: Case, tmp_path: Path) -> None:
     straight, resumed, kept, loaded = run(pools, case, case, tmp_path / "policy")
     assert straight == resumed
@@ -59,7 +59,9 @@ def test_same_parallelism_is_bitwise(pools: Pools, case: Case, tmp_path: Path) -
 HOSTED = Case(dtype="bfloat16", optimizer_offload=True)
 
 
-@pytest.mark.parametrize("case", [Case(), SAME["dp2"], SAME["ep2"], HOSTED], ids=["alone", "dp2", "ep2", "hosted"])
+@pytest.mark.parametrize(
+    "case", slowly({"alone": Case(), "dp2": SAME["dp2"], "ep2": SAME["ep2"], "hosted": HOSTED}, "ep2", "hosted")
+)
 def test_a_policy_that_has_taken_no_step_is_saved(pools: Pools, case: Case, tmp_path: Path) -> None:
     weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
     (tmp_path / "policy").mkdir()
@@ -73,7 +75,7 @@ def test_a_policy_that_has_taken_no_step_is_saved(pools: Pools, case: Case, tmp_
         assert all(torch.equal(after[name], value) for name, value in plain.items())
 
 
-@pytest.mark.parametrize(("before", "after"), CHANGED.values(), ids=CHANGED.keys())
+@pytest.mark.parametrize(("before", "after"), slowly(CHANGED, "tp2-to-pp2", "dp2-to-cp2", "pp2-to-vpp2", "tp2-to-ep2"))
 def test_other_parallelism_is_within_rounding(pools: Pools, before: Case, after: Case, tmp_path: Path) -> None:
     assert_goes_on(*run(pools, before, after, tmp_path / "policy"))
 

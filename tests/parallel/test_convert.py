@@ -12,7 +12,7 @@ from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.config.parallel import ParallelSpec
 from support.parallel_cases import Case, assemble, make_worker, pieces, write_without_forks
-from support.pool import Pools
+from support.pool import SLOW, Pools, covering, slowly
 from support.reference_policy import hf_model, megatron_weights
 
 CASES = {
@@ -51,7 +51,7 @@ def save_plainly(rank: int, case: Case, weights: dict[str, Tensor], shards: Path
     torch.distributed.barrier()
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", slowly(CASES, *covering(CASES)))
 def test_megatron_loads_what_convert_writes(pools: Pools, case: Case, tmp_path: Path) -> None:
     model = hf_model(case.kind)
     model.save_pretrained(tmp_path / "hf")
@@ -64,8 +64,17 @@ def test_megatron_loads_what_convert_writes(pools: Pools, case: Case, tmp_path: 
         assert torch.equal(params[name], value), name
 
 
-@pytest.mark.parametrize("singleton", [False, True], ids=["stacked", "singleton"])
-@pytest.mark.parametrize("name", ["tied-tp2", "qwen2-pp2", "deepseek-ep2", "deepseek-tp2"])
+@pytest.mark.parametrize(
+    ("name", "singleton"),
+    [
+        ("tied-tp2", False),
+        ("qwen2-pp2", True),
+        ("deepseek-ep2", False),
+        ("deepseek-tp2", True),
+        *(pytest.param(name, True, marks=SLOW) for name in ("tied-tp2", "deepseek-ep2")),
+        *(pytest.param(name, False, marks=SLOW) for name in ("qwen2-pp2", "deepseek-tp2")),
+    ],
+)
 def test_convert_reads_what_megatron_writes(pools: Pools, name: str, singleton: bool, tmp_path: Path) -> None:
     case = CASES[name]
     model = hf_model(case.kind)

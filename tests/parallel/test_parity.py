@@ -13,7 +13,7 @@ from rlctl.backends.messages import Truncation
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
 from support.parallel_cases import WEIGHT, Case, Piece, assemble, model_of, run_case
-from support.pool import Pools, Published, slowly
+from support.pool import Pools, Published, covering, slowly
 from support.reference_policy import (
     Optim,
     Reference,
@@ -80,10 +80,10 @@ TRUNCATED = Truncation(top_p=0.8, top_k=150, min_p=0.002)
 """Half of the sampled tokens are among those that it keeps."""
 
 
-def modules(table: dict[str, Case], *quick: str) -> list:
-    """The cases of a table on transformers' modules."""
-    cases = {f"fsdp-{name}": replace(case, backend="dtensor") for name, case in table.items()}
-    return slowly(cases, *(f"fsdp-{name}" for name in quick))
+def cases_of(table: dict[str, Case], modules: dict[str, Case]) -> list:
+    """The cases of a table, and of one on transformers' modules; those that add no setting are slow tests."""
+    of_modules = {f"fsdp-{name}": replace(case, backend="dtensor") for name, case in modules.items()}
+    return [*slowly(table, *covering(table)), *slowly(of_modules, *covering(of_modules))]
 
 
 ALONE = {
@@ -152,10 +152,7 @@ MODULES_FOURS = {
 }
 
 
-QUICK_MODULES = ("packed", "chunks", "recompute-selective", "mla", "replay")
-
-
-@pytest.mark.parametrize("case", [*slowly(ALONE, *ALONE), *modules(MODULES_ALONE, *QUICK_MODULES)])
+@pytest.mark.parametrize("case", cases_of(ALONE, MODULES_ALONE))
 def test_one_process_equals_transformers(pools: Pools, published: Published, case: Case) -> None:
     check(pools, published, case)
 
@@ -193,19 +190,7 @@ PAIRS = {
 }
 
 
-QUICK_PAIRS = (
-    "dp2-tied-recompute",
-    "replicate2",
-    "cp2",
-    "moe-ep2",
-    "mla-ep2-cp2-replay",
-    "tp2-tied-recompute",
-    "mla-tp2-replay",
-    "tp2-truncated",
-)
-
-
-@pytest.mark.parametrize("case", [*slowly(PAIRS, *PAIRS), *modules(MODULES_PAIRS, *QUICK_PAIRS)])
+@pytest.mark.parametrize("case", cases_of(PAIRS, MODULES_PAIRS))
 def test_two_processes_equal_transformers(pools: Pools, published: Published, case: Case) -> None:
     ranks = check(pools, published, case)
     if case.backend == "dtensor" and case.parallel.replicate == 1:
@@ -268,15 +253,11 @@ FOURS = {
     "mla-ep2-tp2": Case("deepseek", ParallelSpec(tp=2, dp=2, ep=2, etp=1)),
     "mla-pp2-cp2": Case("deepseek", ParallelSpec(pp=2, cp=2), share_prompts=False),
 }
-QUICK_FOURS = ("tp2-pp2", "tp2-cp2", "vpp2-tp2", "ep2-tp2-etp2", "mla-ep2-tp2", "pp2-dp2")
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        *slowly(FOURS, *QUICK_FOURS),
-        *modules(MODULES_FOURS, "tp2-dp2", "moe-ep2-shard2", "mla-tp2-cp2-ep2-replay"),
-    ],
+    cases_of(FOURS, MODULES_FOURS),
 )
 def test_four_processes_equal_transformers(pools: Pools, published: Published, case: Case) -> None:
     check(pools, published, case)

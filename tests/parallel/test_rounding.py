@@ -76,9 +76,17 @@ def test_a_critic_computes_with_the_rounded_weights(pools: Pools, published: Pub
     assert abs(result.rounded.carried - 1) < 0.1
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "rank"),
+    [
+        ("megatron", "bfloat16", 4),
+        ("megatron", "float16", 0),
+        ("dtensor", "bfloat16", 0),
+        ("dtensor", "float16", 4),
+        *(pytest.param("megatron", *one, marks=pytest.mark.slow) for one in (("bfloat16", 0), ("float16", 4))),
+        *(pytest.param("dtensor", *one, marks=pytest.mark.slow) for one in (("bfloat16", 4), ("float16", 0))),
+    ],
+)
 def test_an_export_is_what_the_engine_held(
     pools: Pools, published: Published, tmp_path: Path, backend: str, dtype: Dtype, rank: int
 ) -> None:

@@ -18,7 +18,7 @@ from rlctl.models.vision import VISION_FAMILIES
 from rlctl.settings.training import LoraConfig
 from support import vision_cases
 from support.parallel_cases import Case
-from support.pool import Pools
+from support.pool import Pools, slowly
 from support.vision_cases import VisionCase, run_vision
 from support.vision_models import FAMILIES, write_vision_model
 
@@ -48,12 +48,12 @@ def require_same(given: VisionCase, directory: Path, pools: Pools) -> None:
     assert found[0][1].keys() == gradient.keys()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slowly(FAMILIES.keys(), "gemma3", "qwen2_5_vl", "idefics3", "qwen3_5_moe"))
 def test_packed_rows_are_single_texts(family: str, models: Callable[[str], Path], pools: Pools) -> None:
     require_same(VisionCase(Case(backend="dtensor")), models(family), pools)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_images_of_gemma_attend_in_both_directions_on_gpus(
     tp: int, models: Callable[[str], Path], pools: Pools
 ) -> None:
@@ -72,7 +72,7 @@ def test_ranks_without_images_take_part(family: str, models: Callable[[str], Pat
     require_same(VisionCase(case), models(family), pools)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", [pytest.param("gemma3", marks=pytest.mark.slow), "qwen2_5_vl", "qwen3_vl"])
 def test_the_language_part_is_divided(family: str, models: Callable[[str], Path], pools: Pools) -> None:
     parallel = ParallelSpec(tp=2, sequence_parallel=True)
     require_same(VisionCase(Case(backend="dtensor", parallel=parallel)), models(family), pools)
@@ -89,7 +89,11 @@ def test_tokens_that_are_never_drawn_have_no_share(models: Callable[[str], Path]
     require_same(VisionCase(Case(backend="dtensor", parallel=parallel), never=(2, 251, 325)), models("idefics3"), pools)
 
 
-@pytest.mark.parametrize("freeze", [("vision",), ("vision", "projector"), ("language",)], ids="+".join)
+@pytest.mark.parametrize(
+    "freeze",
+    [pytest.param(("vision",), marks=pytest.mark.slow), ("vision", "projector"), ("language",)],
+    ids="+".join,
+)
 def test_frozen_parts_have_no_gradient(freeze: tuple[str, ...], models: Callable[[str], Path], pools: Pools) -> None:
     directory, case = models("idefics3"), Case(backend="dtensor", parallel=ParallelSpec(dp=2))
     found = pools(2).run(run_vision, VisionCase(case, freeze), directory)
@@ -104,7 +108,7 @@ def test_frozen_parts_have_no_gradient(freeze: tuple[str, ...], models: Callable
         )
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["idefics3", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 def test_adapters_are_on_the_language_part(family: str, models: Callable[[str], Path], pools: Pools) -> None:
     lora = LoraConfig(rank=4, alpha=8)
     given = VisionCase(Case(backend="dtensor", parallel=ParallelSpec(dp=2)), lora=lora, steps=2, lr=1e-2)
@@ -121,7 +125,7 @@ def test_adapters_are_on_the_language_part(family: str, models: Callable[[str], 
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one in ("gemma3", "idefics3") else pytest.mark.slow) for one in FAMILIES]
+    "family", [pytest.param(one, marks=() if one == "gemma3" else pytest.mark.slow) for one in FAMILIES]
 )
 def test_exports_have_published_names_and_the_run_s_log_probs(
     family: str, models: Callable[[str], Path], pools: Pools, tmp_path: Path

@@ -10,7 +10,7 @@ import torch
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
 from rlctl.config.parallel import ParallelSpec
 from support.parallel_cases import Case, assemble, run_held, run_load_hf
-from support.pool import Pools
+from support.pool import Pools, covering, slowly
 from support.reference_policy import hf_model, megatron_weights
 
 CASES = {
@@ -39,7 +39,7 @@ def test_load_a_megatron_checkpoint(pools: Pools, name: str, tmp_path: Path) -> 
         assert torch.equal(params[name], value), name
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", slowly(CASES, *covering(CASES)))
 def test_load_hf(pools: Pools, case: Case, tmp_path: Path) -> None:
     model = hf_model(case.kind)
     model.save_pretrained(tmp_path)

@@ -94,8 +94,17 @@ def test_the_norm_of_a_large_gradient_is_right_to_float32s_rounding(pools: Pools
     assert pools(1).run(run_gradient_norm, gradients)[0] == pytest.approx(exact, rel=1e-6)
 
 
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("parallel", [ParallelSpec(), ParallelSpec(tp=2), ParallelSpec(dp=2)])
+@pytest.mark.parametrize(
+    ("parallel", "waits"),
+    [
+        (ParallelSpec(), True),
+        (ParallelSpec(tp=2), False),
+        (ParallelSpec(dp=2), True),
+        pytest.param(ParallelSpec(), False, marks=pytest.mark.slow),
+        pytest.param(ParallelSpec(tp=2), True, marks=pytest.mark.slow),
+        pytest.param(ParallelSpec(dp=2), False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_reference_policy_stays_while_the_policy_moves(pools: Pools, parallel: ParallelSpec, waits: bool) -> None:
     """Where it waits in host memory too (`waits`)."""
     case = Case(parallel=parallel, reference_offload=waits)

@@ -12,6 +12,7 @@ from rlctl.models.catalog import CatalogEntry, entries, facts_of, lookup, near
 from rlctl.models.facts import MoeFacts
 from rlctl.models.families import weights_of
 from rlctl.planner.costs.parameters import count, layer_parameters
+from support.rows import every_row
 
 # Billions of parameters as the hub's safetensors headers or the model's report state them (MTP layers left out).
 PUBLISHED = {
@@ -131,11 +132,13 @@ ACTIVE = {  # Active billions as published, embedding lookup left out.
 }
 
 
-@pytest.mark.parametrize(("name", "billions"), PUBLISHED.items())
-def test_parameters_match_the_published_total(name: str, billions: float) -> None:
-    facts = lookup(name)
-    assert facts is not None
-    assert count(facts).total / 1e9 == pytest.approx(billions, rel=0.01)
+def test_parameters_match_the_published_total() -> None:
+    def check(name: str, billions: float) -> None:
+        facts = lookup(name)
+        assert facts is not None
+        assert count(facts).total / 1e9 == pytest.approx(billions, rel=0.01)
+
+    every_row(PUBLISHED.items(), check)
 
 
 @pytest.mark.slow
@@ -163,15 +166,17 @@ def test_gemma_4_has_the_published_sizes() -> None:
     assert sound / 1e6 == pytest.approx(300, rel=0.05)
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_every_published_size_is_known_under_its_own_name(name: str) -> None:
-    facts = lookup(name)
-    assert facts is not None
-    assert any(name in entry.names for entry in entries())
-    size = name.rpartition("/")[2].lower().replace("-a", "-").replace("gpt-oss", "")
-    stated = re.search(r"(\d+(?:\.\d+)?)b\b", size)
-    if stated and "mixtral" not in size:  # the size in a name is a marketed one
-        assert count(facts).total / 1e9 == pytest.approx(float(stated[1]), rel=0.3)
+def test_every_published_size_is_known_under_its_own_name() -> None:
+    def check(name: str) -> None:
+        facts = lookup(name)
+        assert facts is not None
+        assert any(name in entry.names for entry in entries())
+        size = name.rpartition("/")[2].lower().replace("-a", "-").replace("gpt-oss", "")
+        stated = re.search(r"(\d+(?:\.\d+)?)b\b", size)
+        if stated and "mixtral" not in size:  # the size in a name is a marketed one
+            assert count(facts).total / 1e9 == pytest.approx(float(stated[1]), rel=0.3)
+
+    every_row(SIZES, check)
 
 
 def test_a_field_that_facts_do_not_have_is_an_error() -> None:
@@ -179,11 +184,13 @@ def test_a_field_that_facts_do_not_have_is_an_error() -> None:
         facts_of({"family": "llama", "layerz": 2})
 
 
-@pytest.mark.parametrize(("name", "billions"), ACTIVE.items())
-def test_active_parameters_match_the_published_number(name: str, billions: float) -> None:
-    facts = lookup(name)
-    assert facts is not None
-    assert count(facts).active / 1e9 == pytest.approx(billions, rel=0.03)
+def test_active_parameters_match_the_published_number() -> None:
+    def check(name: str, billions: float) -> None:
+        facts = lookup(name)
+        assert facts is not None
+        assert count(facts).active / 1e9 == pytest.approx(billions, rel=0.03)
+
+    every_row(ACTIVE.items(), check)
 
 
 def test_mtp_layer_of_deepseek_v3_is_the_difference_to_the_685b_on_the_hub() -> None:
@@ -212,15 +219,17 @@ def test_no_name_describes_two_models() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("entry", [entry for entry in entries() if entry.facts], ids=lambda entry: entry.names[0])
-def test_sizes_are_consistent(entry: CatalogEntry) -> None:
-    facts = entry.facts
-    assert facts is not None
-    assert facts.heads % facts.kv_heads == 0
-    assert all(0 <= layer < facts.layers for layer in facts.full_attention_layers or ())
-    if facts.moe is not None:
-        assert facts.moe.experts_per_token < facts.moe.experts
-        assert facts.moe.topk_groups <= facts.moe.groups
+def test_sizes_are_consistent() -> None:
+    def check(entry: CatalogEntry) -> None:
+        facts = entry.facts
+        assert facts is not None
+        assert facts.heads % facts.kv_heads == 0
+        assert all(0 <= layer < facts.layers for layer in facts.full_attention_layers or ())
+        if facts.moe is not None:
+            assert facts.moe.experts_per_token < facts.moe.experts
+            assert facts.moe.topk_groups <= facts.moe.groups
+
+    every_row([entry for entry in entries() if entry.facts], check)
 
 
 @pytest.mark.slow

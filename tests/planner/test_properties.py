@@ -99,11 +99,7 @@ def outcome(
         return error
 
 
-@settings(deadline=None, max_examples=60)
-@given(MODELS, MACHINES, workloads(), PINS)
-def test_a_request_has_a_plan_that_holds_or_an_error_that_helps(
-    facts: ModelFacts, cluster: ClusterFacts, workload: Workload, pins: dict[str, Any]
-) -> None:
+def check_request(facts: ModelFacts, cluster: ClusterFacts, workload: Workload, pins: dict[str, Any]) -> None:
     found = outcome(facts, cluster, workload, pins)
     if isinstance(found, Plan):
         check(found, pins)
@@ -120,11 +116,24 @@ def test_a_request_has_a_plan_that_holds_or_an_error_that_helps(
         check(make_plan(facts, larger, workload, pins), pins)
 
 
-@settings(deadline=None, max_examples=15)
-@given(MODELS, GPUS, workloads())
-def test_what_fits_a_machine_fits_one_with_more_memory(
-    facts: ModelFacts, cluster: ClusterFacts, workload: Workload
+@settings(deadline=None, max_examples=8)
+@given(MODELS, MACHINES, workloads(), PINS)
+def test_a_request_has_a_plan_that_holds_or_an_error_that_helps(
+    facts: ModelFacts, cluster: ClusterFacts, workload: Workload, pins: dict[str, Any]
 ) -> None:
+    check_request(facts, cluster, workload, pins)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=200)
+@given(MODELS, MACHINES, workloads(), PINS)
+def test_many_requests_have_a_plan_that_holds_or_an_error_that_helps(
+    facts: ModelFacts, cluster: ClusterFacts, workload: Workload, pins: dict[str, Any]
+) -> None:
+    check_request(facts, cluster, workload, pins)
+
+
+def check_larger_memory(facts: ModelFacts, cluster: ClusterFacts, workload: Workload) -> None:
     try:
         make_plan(facts, cluster, workload)
     except NoPlanError:
@@ -132,3 +141,20 @@ def test_what_fits_a_machine_fits_one_with_more_memory(
     device = cluster.device
     more = replace(device, memory=1.5 * device.memory, host_memory=1.5 * device.host_memory)
     make_plan(facts, replace(cluster, device=more), workload)
+
+
+@settings(deadline=None, max_examples=2)
+@given(MODELS, GPUS, workloads())
+def test_what_fits_a_machine_fits_one_with_more_memory(
+    facts: ModelFacts, cluster: ClusterFacts, workload: Workload
+) -> None:
+    check_larger_memory(facts, cluster, workload)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=50)
+@given(MODELS, GPUS, workloads())
+def test_what_fits_many_machines_fits_those_with_more_memory(
+    facts: ModelFacts, cluster: ClusterFacts, workload: Workload
+) -> None:
+    check_larger_memory(facts, cluster, workload)

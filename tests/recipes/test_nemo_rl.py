@@ -38,6 +38,7 @@ from rlctl.recipes.nemo_rl.recipe import import_recipe, read_recipe
 from rlctl.recipes.rules import Leaf
 from rlctl.rewards.prepare_rewards import prepare_rewards
 from support.plans import plan_of
+from support.rows import every_row
 
 RECIPES = Path(__file__).parent / "nemo_rl"
 SHAPED = {"enabled": True, "overlong_buffer_length": 64, "max_response_length": 256}
@@ -163,197 +164,209 @@ def order(mode: str, lag: object, in_flight: object, first: object) -> dict[str,
     return dict(zip(keys, (mode, lag, in_flight, first), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("changes", "values", "statuses"),
-    [
-        # Loggers: those that are on, under one name
-        ({}, {"run.loggers": ["tensorboard"], "run.project": ABSENT}, {}),
-        ({"logger": {"tensorboard_enabled": False} | WANDB | MLFLOW},
-         {"run.loggers": ["wandb", "mlflow"], "run.project": "sums", "run.name": "first"},
-         {"logger.mlflow.run_name": "logging", "logger.log_dir": "logging", "logger.monitor_gpus": "logging",
-          "logger.gpu_monitoring.collection_interval": "logging"}),
-        ({"logger": MLFLOW}, {"run.project": "e", "run.name": "r"}, {}),
-        ({"logger__swanlab_enabled": True}, {}, {"logger.swanlab_enabled": "logging"}),
-        ({"logger__wandb__name": "${data.no_such_key}"}, {}, {"logger.wandb.name": "logging"}),
-        ({"run_name": "${oc.env:RLCTL_NO_SUCH_NAME}-first"}, {}, {"run_name": "not known"}),
-        # Backends
-        ({"policy__dtensor_cfg": {"enabled": True, "tensor_parallel_size": 8}}, {"training.tp": 2},
-         {"policy.dtensor_cfg.tensor_parallel_size": "not applicable"}),
-        ({"policy__megatron_cfg__enabled": False, "policy__dtensor_cfg__enabled": True},
-         {"training.tp": 1, "optimizer.beta2": 0.999, "training.backend": "dtensor"}, {}),
-        ({"policy__dtensor_config": {"enabled": True}}, {}, {"policy.dtensor_config.enabled": "mapped"}),
-        ({}, {"ddp.average_in_collective": ABSENT}, {f"{DDP}.average_in_collective": "not applicable"}),
-        ({"policy__megatron_cfg__peft": PEFT},
-         {"training.lora.rank": 8, "training.lora.alpha": 16, "training.lora.targets": ["attention"]}, {}),
-        ({"policy__megatron_cfg__peft": PEFT | {"enabled": False}}, {"training.lora.rank": ABSENT}, {}),
-        ({"policy__megatron_cfg__peft": PEFT | {"exclude_modules": ["*out_proj*"]}},
-         {"training.lora.exclude": ["*out_proj*"]}, {}),
-        ({"policy__megatron_cfg__enabled": False, "policy__dtensor_cfg": {"enabled": True, "lora_cfg": {
-            "enabled": True, "dim": 8, "match_all_linear": False, "exclude_modules": ["*out_proj*"]}}},
-         {"training.lora.rank": 8, "training.lora.exclude": ["*out_proj*"]}, {}),
-        ({"policy__megatron_cfg__fp8_cfg": FP8},
-         {"megatron.fp8": "hybrid", "megatron.fp8_recipe": "blockwise", "megatron.fp8_amax_history_len": 4}, {}),
-        ({"policy__megatron_cfg__fp8_cfg": FP8 | {"enabled": False, "fp8_param": True}}, {"megatron.fp8": ABSENT}, {}),
-        *(({f"{OPTIMIZER}_cpu_offload": on, f"{OPTIMIZER}_offload_fraction": part},
-           {"training.optimizer_offload": expected}, {f"{OPTIMIZER}_offload_fraction".replace("__", "."): told})
-          for on, part, expected, told in [(True, 1.0, True, "not applicable"), (True, 0.0, False, "not applicable"),
-                                           (True, 0.5, True, "changed"), (False, 0.5, False, "not applicable")]),
-        ({"policy__megatron_cfg__expert_model_parallel_size": 8},
-         {"training.ep": 8, "training.freeze_router": True}, {}),
-        # Batches, rows and lengths
-        ({}, {"generation.max_new_tokens": 1023, "model.max_length": 1024, "training.micro_batch_tokens": 4096}, {}),
-        ({"policy__train_global_batch_size": 128}, {"batch.optimizer_steps": 4}, {}),
-        *((EPOCHS | {"grpo__max_num_epochs": number}, {}, {"grpo.max_num_epochs": told})
-          for number, told in [(1, "changed"), (10, "changed"), (1000, "not applicable"), (None, "not applicable")]),
-        ({"policy__dynamic_batching__enabled": True, "policy__sequence_packing__enabled": False},
-         {"training.dynamic_batching": True, "training.packing": False, "training.micro_batch_tokens": 4096}, {}),
-        ({"policy__dynamic_batching__enabled": True}, {"training.packing": True, "training.dynamic_batching": ABSENT},
-         {"policy.dynamic_batching.enabled": "changed"}),
-        # Importance weights between engine and trainer
-        (CORRECTED | {f"{CAPPED}_type": "tis", f"{CAPPED}_ratio": 2.0},
-         {"loss.importance_correction": "truncated", "loss.importance_cap": 2.0, "loss.importance_floor": ABSENT}, {}),
-        (CORRECTED | {f"{CAPPED}_type": "tis", f"{CAPPED}_ratio": 2.0, f"{CAPPED}_ratio_min": 0.5},
-         {"loss.importance_correction": "truncated", "loss.importance_floor": 0.5}, {}),
-        (CORRECTED, {"loss.importance_correction": "truncated", "loss.importance_cap": 1e9}, {}),
-        (CORRECTED | {f"{CAPPED}_type": "icepop", f"{CAPPED}_ratio": 5.0, f"{CAPPED}_ratio_min": 0.5},
-         {"loss.importance_correction": "masked", "loss.importance_cap": 5.0, "loss.importance_floor": 0.5}, {}),
-        (CORRECTED | {f"{CAPPED}_type": "seq-mask-tis", f"{CAPPED}_ratio": 1.002, f"{CAPPED}_ratio_min": 0.999},
-         {"loss.importance_correction": "untruncated", "loss.sequence_mask": [0.999, 1.002]}, {}),
-        (CORRECTED | {f"{CAPPED}_type": "icepop", f"{CAPPED}_ratio": 5.0, f"{CAPPED}_ratio_min": 0.0},
-         {"loss.importance_correction": "masked", "loss.importance_cap": 5.0, "loss.importance_floor": 0.0}, {}),
-        *((CORRECTED | {f"{CAPPED}_type": "tis", f"{CAPPED}_ratio": cap}, {"loss.importance_cap": cap}, {})
-          for cap in (1.0, 0.5)),
-        (CORRECTED | {f"{CAPPED}_type": "icepop", f"{CAPPED}_ratio": 1.0, f"{CAPPED}_ratio_min": 0.5},
-         {"loss.importance_cap": 1.0, "loss.importance_floor": 0.5}, {}),
-        (CORRECTED | {f"{CAPPED}_type": "seq-mask-tis", f"{CAPPED}_ratio": 1.002, f"{CAPPED}_ratio_min": 0},
-         {"loss.sequence_mask": [0, 1.002]}, {}),
-        ({"loss_fn__positive_example_nll_weight": 0.1}, {"loss.positive_nll_weight": ABSENT},
-         {"loss_fn.positive_example_nll_weight": "not applicable"}),
-        # Data, which take what they do not say from the defaults of all
-        ({"data": RESPONSES | {"train_data_path": "x.jsonl"}},
-         {"data.name": "x.jsonl", "data.prompt_field": "q", "data.answer_field": "a"}, {}),
-        ({"data": DEFAULTED | {"train": {"data_path": "x.jsonl", "input_key": "question"}}},
-         {"data.name": "x.jsonl", "data.prompt_field": "question", "data.answer_field": "a"},
-         {"data.default.prompt_file": "not yet"}),
-        ({"data": DEFAULTED | {"train": {"dataset_name": "DeepScaler", "prompt_file": None}}},
-         {"data.name": "agentica-org/DeepScaleR-Preview-Dataset", "data.prompt_template": ABSENT}, {}),
-        ({"data": {"_override_": True, "train": [{"dataset_name": "DeepScaler"}, {"dataset_name": "DAPOMath17K"}]}}, {},
-         {"data.train": "not yet"}),
-        ({"data": {"train": SUBSET, "validation": SUBSET | {"split": "test"}}},
-         {"data.name": "openai/gsm8k:main", "validation.data.name": "openai/gsm8k:main"}, {}),
-        ({"data__max_input_seq_length": 512}, {"model.max_length": 1024}, {"data.max_input_seq_length": "changed"}),
-        # Validation, and checkpoints that are kept for it
-        (AIME | {"grpo__val_period": 5, "grpo__val_at_start": True, "grpo__max_val_samples": 64,
-                 "policy__generation__temperature": 0.8, "checkpointing": {"enabled": True}},
-         {"validation.every": 5, "validation.at_start": True, "validation.max_prompts": 64,
-          "validation.temperature": 0.8, "validation.data.name": "HuggingFaceH4/aime_2024",
-          "validation.data.prompt_field": "problem", "validation.data.answer_field": "answer",
-          "validation.data.split": "train", "run.keep_best_by": "validation/reward_mean"}, {}),
-        (AIME | {"grpo__val_period": -1}, {"validation.every": 0}, {}),
-        ({"data__validation": RESPONSES | {"data_path": "val.jsonl"}},
-         {"validation.data.name": "val.jsonl", "validation.data.prompt_field": "q",
-          "validation.data.answer_field": "a"}, {}),
-        ({"grpo__val_period": 10}, {"validation.every": ABSENT, "run.keep_best_by": ABSENT},
-         {"grpo.val_period": "logging"}),
-        (AIME | {"grpo__val_period": 3, "checkpointing": {"enabled": True, "save_period": 10}},
-         {"run.keep_best_by": ABSENT}, {"checkpointing.keep_top_k": "changed"}),
-        *((AIME | {"grpo__val_period": 1, "checkpointing": KEPT | more}, {}, {"checkpointing.keep_top_k": told})
-          for more, told in [({}, "mapped"), ({"metric_name": "val:val_loss"}, "changed"),
-                             ({"higher_is_better": False}, "changed")]),
-        ({"checkpointing": {"enabled": True}}, {"run.keep_best": 3}, {}),
-        ({"checkpointing": {"enabled": True, "metric_name": None}}, {"run.keep_last": 3}, {}),
-        ({"checkpointing": {"enabled": False}}, {"run.keep_best": ABSENT}, {}),
-        # Engines with devices of their own, and the samplers of asynchronous rollouts
-        ({"policy__generation__colocated": APART, "cluster__num_nodes": 4},
-         {"generation.colocated": False, "generation.engines": 8, "generation.devices": 16}, {}),
-        ({"policy__generation": {"colocated": {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 1}},
-                                 "vllm_cfg": SPREAD}},
-         {"generation.engines": 2, "generation.dp": 4, "generation.ep": 4, "generation.devices": 8}, {}),
-        *((sampler(**keys), values, {"async_rl.sampler.name": told, "async_rl.max_inflight_prompts": "not applicable"})
-          for keys, values, told in [
-              ({"name": "in_order", "max_lookahead_versions": 2}, order("async", 2, "keep", "position"), "mapped"),
-              ({"name": "in_order", "max_staleness_versions": 2}, order("async", 1, "keep", "position"), "mapped"),
-              ({"name": "windowed", "max_staleness_versions": 3}, order("async", 3, "keep", "arrival"), "changed"),
-              ({"name": "in_order", "max_lookahead_versions": 0}, order("sync", ABSENT, ABSENT, ABSENT), "mapped"),
-          ]),
-        (sampler(name="custom", target="mine:Sampler"), {"rollouts.mode": ABSENT},
-         {"async_rl.sampler.name": "not yet"}),
-        # The factor of cut completions replaces DAPO's penalty
-        ({"grpo__reward_shaping": SHAPED | {"stop_properly_penalty_coef": 0.25}},
-         {"reward.overlong_buffer": ABSENT, "reward.truncated_factor": 0.25}, {}),
-        ({"grpo__advantage_clip_low": -50, "grpo__advantage_clip_high": 50, "grpo__seq_logprob_error_threshold": 2},
-         {"advantage.clip_low": -50, "advantage.clip_high": 50, "loss.error_mask": 2}, {}),
-        *(({"grpo": {"zero_variance_prompt_filtering": True, "use_dynamic_sampling": dynamic}},
-           {"filter.groups": groups}, {}) for dynamic, groups in ((False, "drop"), (True, "replace"))),
-        ({"policy__tokenizer__chat_template_kwargs": {"enable_thinking": False}},
-         {"model.chat_template_kwargs.enable_thinking": False}, {}),
-        # Engines: another program means the same, and float8 is quantized at each refit
-        *(({"policy__generation__backend": name}, {"generation.backend": ABSENT},
-           {"policy.generation.backend": "changed"}) for name in ("sglang", "trtllm", "megatron", "dynamo")),
-        ({"policy__generation__vllm_cfg__precision": "fp8"}, {"vllm.quantization": "fp8_per_block"}, {}),
-        ({"policy__generation__vllm_cfg": {"precision": "fp8", "is_mx": True, "num_last_layers_in_bf16": 2}},
-         {"vllm.quantization": "mxfp8"}, {"policy.generation.vllm_cfg.num_last_layers_in_bf16": "changed"}),
-        # Weights on a grid, which policy and engines compute with
-        (quantized("NVFP4_MLP_WEIGHT_ONLY_CFG"),
-         {"training.quantization.format": "nvfp4", "training.quantization.block": 32,
-          "training.quantization.tensors": ["*mlp*", "*block_sparse_moe*"]},
-         {"policy.quant_cfg": "changed", "policy.generation.quant_cfg": "not applicable"}),
-        (quantized("quantized_experts.yaml", real_quant=True, real_quant_ignore=["lm_head"]),
-         {"training.quantization.block": 16, "training.quantization.tensors": ["*.experts.*"],
-          "training.quantization.exclude": ["*router*", "*.layers.1.*"]},
-         {"policy.generation.real_quant": "changed", "policy.generation.real_quant_ignore": "changed"}),
-        # Rollouts of older weights, which the recipe does not correct for
-        *((keys | {"loss_fn__use_importance_sampling_correction": False},
-           {"loss.importance_correction": "off", "rollouts.uncorrected": given},
-           {"loss_fn.use_importance_sampling_correction": told})
-          for keys, given, told in [
-              ({"grpo__async_grpo": {"enabled": True}}, True, "changed"), ({}, ABSENT, "mapped"),
-          ]),
-        # A reward model scores
-        ({"data__env_name": "reward_model",
-          "env": {"reward_model": {"model_name": "org/reward", "precision": "bfloat16"}}},
-         {"reward.terms": [{"name": "model:org/reward"}]},
-         {"env.reward_model.model_name": "changed", "env.reward_model.precision": "not applicable"}),
-        # GDPO: advantages of each of three rewards, whitened over the rollouts of the batch
-        ({**MULTI_REWARD, "grpo__adv_estimator": {"name": "gdpo", "use_leave_one_out_baseline": False,
-                                                  "normalize_rewards": True, "reward_weights": [1.0, 0.5, 2.0]}},
-         {"advantage.per_term": True, "advantage.whiten": True, "advantage.whiten_over": "rollouts",
-          "advantage.baseline": "mean", "advantage.normalize_std": True, "reward.extract": "answer-tag",
-          "reward.terms": [{"name": "tagged-answer", "weight": 1.0}, {"name": "tagged-format", "weight": 0.5},
-                           {"name": "tagged-integer", "weight": 2.0}]},
-         {"grpo.adv_estimator.name": "mapped", "env.math_multi_reward.num_workers": "mapped"}),
-        ({"grpo__adv_estimator": {"name": "gdpo"}}, {}, {"grpo.adv_estimator.name": "not yet"}),
-        ({**MULTI_REWARD, "grpo__adv_estimator": {"name": "gdpo", "reward_weights": [1.0]}}, {},
-         {"env.math_multi_reward.num_workers": "not yet", "env.math_multi_reward.math_verify_impl": "not yet"}),
-        # NeMo-RL takes the deviation of the others as well
-        ({"grpo__use_leave_one_out_baseline": True},
-         {"advantage.baseline": "leave-one-out", "advantage.std_of": "others"}, {}),
-        # DAPO's own comparison of answers
-        ({"env__math__math_verify_impl": "dapo_math_verify"}, {"reward.terms": [{"name": "dapo-math"}]}, {}),
-        ({"env__math__math_verify_impl": "dapo_math_verify",
-          "grpo__reward_scaling": {"enabled": True, "target_min": -1.0}},
-         {"reward.terms": [{"name": "dapo-math", "weight": 2.0}], "reward.shift": -1.0},
-         {"grpo.reward_scaling.enabled": "mapped"}),
-        *(({"grpo__reward_scaling": {"enabled": True, **ends}},
-           {"reward.shift": shift, "reward.terms": [{"name": "math-verify"} | weight]},
-           {"grpo.reward_scaling.enabled": told})
-          for ends, shift, weight, told in [
-              ({}, ABSENT, {}, "mapped"),
-              ({"target_min": -0.5, "target_max": 0.5}, -0.5, {}, "mapped"),
-              ({"source_max": 0.5, "target_max": 3.0}, ABSENT, {"weight": 3.0}, "mapped"),  # 1 is clamped to 0.5
-              ({"source_max": 0.0}, ABSENT, {}, "not yet"),
-              ({"target_min": 1.0, "target_max": 0.0}, ABSENT, {}, "not yet"),
-          ]),
-    ],
-)  # fmt: skip
-def test_keys_become_rlctls_with_these_values(
-    tmp_path: Path, changes: dict[str, Any], values: dict[str, Any], statuses: dict[str, str]
-) -> None:
+MAPPED = [
+    # Loggers: those that are on, under one name
+    ({}, {"run.loggers": ["tensorboard"], "run.project": ABSENT}, {}),
+    ({"logger": {"tensorboard_enabled": False} | WANDB | MLFLOW},
+     {"run.loggers": ["wandb", "mlflow"], "run.project": "sums", "run.name": "first"},
+     {"logger.mlflow.run_name": "logging", "logger.log_dir": "logging", "logger.monitor_gpus": "logging",
+      "logger.gpu_monitoring.collection_interval": "logging"}),
+    ({"logger": MLFLOW}, {"run.project": "e", "run.name": "r"}, {}),
+    ({"logger__swanlab_enabled": True}, {}, {"logger.swanlab_enabled": "logging"}),
+    ({"logger__wandb__name": "${data.no_such_key}"}, {}, {"logger.wandb.name": "logging"}),
+    ({"run_name": "${oc.env:RLCTL_NO_SUCH_NAME}-first"}, {}, {"run_name": "not known"}),
+    # Backends
+    ({"policy__dtensor_cfg": {"enabled": True, "tensor_parallel_size": 8}}, {"training.tp": 2},
+     {"policy.dtensor_cfg.tensor_parallel_size": "not applicable"}),
+    ({"policy__megatron_cfg__enabled": False, "policy__dtensor_cfg__enabled": True},
+     {"training.tp": 1, "optimizer.beta2": 0.999, "training.backend": "dtensor"}, {}),
+    ({"policy__dtensor_config": {"enabled": True}}, {}, {"policy.dtensor_config.enabled": "mapped"}),
+    ({}, {"ddp.average_in_collective": ABSENT}, {f"{DDP}.average_in_collective": "not applicable"}),
+    ({"policy__megatron_cfg__peft": PEFT},
+     {"training.lora.rank": 8, "training.lora.alpha": 16, "training.lora.targets": ["attention"]}, {}),
+    ({"policy__megatron_cfg__peft": PEFT | {"enabled": False}}, {"training.lora.rank": ABSENT}, {}),
+    ({"policy__megatron_cfg__peft": PEFT | {"exclude_modules": ["*out_proj*"]}},
+     {"training.lora.exclude": ["*out_proj*"]}, {}),
+    ({"policy__megatron_cfg__enabled": False, "policy__dtensor_cfg": {"enabled": True, "lora_cfg": {
+        "enabled": True, "dim": 8, "match_all_linear": False, "exclude_modules": ["*out_proj*"]}}},
+     {"training.lora.rank": 8, "training.lora.exclude": ["*out_proj*"]}, {}),
+    ({"policy__megatron_cfg__fp8_cfg": FP8},
+     {"megatron.fp8": "hybrid", "megatron.fp8_recipe": "blockwise", "megatron.fp8_amax_history_len": 4}, {}),
+    ({"policy__megatron_cfg__fp8_cfg": FP8 | {"enabled": False, "fp8_param": True}}, {"megatron.fp8": ABSENT}, {}),
+    *(({f"{OPTIMIZER}_cpu_offload": on, f"{OPTIMIZER}_offload_fraction": part},
+       {"training.optimizer_offload": expected}, {f"{OPTIMIZER}_offload_fraction".replace("__", "."): told})
+      for on, part, expected, told in [(True, 1.0, True, "not applicable"), (True, 0.0, False, "not applicable"),
+                                       (True, 0.5, True, "changed"), (False, 0.5, False, "not applicable")]),
+    ({"policy__megatron_cfg__expert_model_parallel_size": 8},
+     {"training.ep": 8, "training.freeze_router": True}, {}),
+    # Batches, rows and lengths
+    ({}, {"generation.max_new_tokens": 1023, "model.max_length": 1024, "training.micro_batch_tokens": 4096}, {}),
+    ({"policy__train_global_batch_size": 128}, {"batch.optimizer_steps": 4}, {}),
+    *((EPOCHS | {"grpo__max_num_epochs": number}, {}, {"grpo.max_num_epochs": told})
+      for number, told in [(1, "changed"), (10, "changed"), (1000, "not applicable"), (None, "not applicable")]),
+    ({"policy__dynamic_batching__enabled": True, "policy__sequence_packing__enabled": False},
+     {"training.dynamic_batching": True, "training.packing": False, "training.micro_batch_tokens": 4096}, {}),
+    ({"policy__dynamic_batching__enabled": True}, {"training.packing": True, "training.dynamic_batching": ABSENT},
+     {"policy.dynamic_batching.enabled": "changed"}),
+    # Importance weights between engine and trainer
+    (CORRECTED | {f"{CAPPED}_type": "tis", f"{CAPPED}_ratio": 2.0},
+     {"loss.importance_correction": "truncated", "loss.importance_cap": 2.0, "loss.importance_floor": ABSENT}, {}),
+    (CORRECTED | {f"{CAPPED}_type": "tis", f"{CAPPED}_ratio": 2.0, f"{CAPPED}_ratio_min": 0.5},
+     {"loss.importance_correction": "truncated", "loss.importance_floor": 0.5}, {}),
+    (CORRECTED, {"loss.importance_correction": "truncated", "loss.importance_cap": 1e9}, {}),
+    (CORRECTED | {f"{CAPPED}_type": "icepop", f"{CAPPED}_ratio": 5.0, f"{CAPPED}_ratio_min": 0.5},
+     {"loss.importance_correction": "masked", "loss.importance_cap": 5.0, "loss.importance_floor": 0.5}, {}),
+    (CORRECTED | {f"{CAPPED}_type": "seq-mask-tis", f"{CAPPED}_ratio": 1.002, f"{CAPPED}_ratio_min": 0.999},
+     {"loss.importance_correction": "untruncated", "loss.sequence_mask": [0.999, 1.002]}, {}),
+    (CORRECTED | {f"{CAPPED}_type": "icepop", f"{CAPPED}_ratio": 5.0, f"{CAPPED}_ratio_min": 0.0},
+     {"loss.importance_correction": "masked", "loss.importance_cap": 5.0, "loss.importance_floor": 0.0}, {}),
+    *((CORRECTED | {f"{CAPPED}_type": "tis", f"{CAPPED}_ratio": cap}, {"loss.importance_cap": cap}, {})
+      for cap in (1.0, 0.5)),
+    (CORRECTED | {f"{CAPPED}_type": "icepop", f"{CAPPED}_ratio": 1.0, f"{CAPPED}_ratio_min": 0.5},
+     {"loss.importance_cap": 1.0, "loss.importance_floor": 0.5}, {}),
+    (CORRECTED | {f"{CAPPED}_type": "seq-mask-tis", f"{CAPPED}_ratio": 1.002, f"{CAPPED}_ratio_min": 0},
+     {"loss.sequence_mask": [0, 1.002]}, {}),
+    ({"loss_fn__positive_example_nll_weight": 0.1}, {"loss.positive_nll_weight": ABSENT},
+     {"loss_fn.positive_example_nll_weight": "not applicable"}),
+    # Data, which take what they do not say from the defaults of all
+    ({"data": RESPONSES | {"train_data_path": "x.jsonl"}},
+     {"data.name": "x.jsonl", "data.prompt_field": "q", "data.answer_field": "a"}, {}),
+    ({"data": DEFAULTED | {"train": {"data_path": "x.jsonl", "input_key": "question"}}},
+     {"data.name": "x.jsonl", "data.prompt_field": "question", "data.answer_field": "a"},
+     {"data.default.prompt_file": "not yet"}),
+    ({"data": DEFAULTED | {"train": {"dataset_name": "DeepScaler", "prompt_file": None}}},
+     {"data.name": "agentica-org/DeepScaleR-Preview-Dataset", "data.prompt_template": ABSENT}, {}),
+    ({"data": {"_override_": True, "train": [{"dataset_name": "DeepScaler"}, {"dataset_name": "DAPOMath17K"}]}}, {},
+     {"data.train": "not yet"}),
+    ({"data": {"train": SUBSET, "validation": SUBSET | {"split": "test"}}},
+     {"data.name": "openai/gsm8k:main", "validation.data.name": "openai/gsm8k:main"}, {}),
+    ({"data__max_input_seq_length": 512}, {"model.max_length": 1024}, {"data.max_input_seq_length": "changed"}),
+    # Validation, and checkpoints that are kept for it
+    (AIME | {"grpo__val_period": 5, "grpo__val_at_start": True, "grpo__max_val_samples": 64,
+             "policy__generation__temperature": 0.8, "checkpointing": {"enabled": True}},
+     {"validation.every": 5, "validation.at_start": True, "validation.max_prompts": 64,
+      "validation.temperature": 0.8, "validation.data.name": "HuggingFaceH4/aime_2024",
+      "validation.data.prompt_field": "problem", "validation.data.answer_field": "answer",
+      "validation.data.split": "train", "run.keep_best_by": "validation/reward_mean"}, {}),
+    (AIME | {"grpo__val_period": -1}, {"validation.every": 0}, {}),
+    ({"data__validation": RESPONSES | {"data_path": "val.jsonl"}},
+     {"validation.data.name": "val.jsonl", "validation.data.prompt_field": "q",
+      "validation.data.answer_field": "a"}, {}),
+    ({"grpo__val_period": 10}, {"validation.every": ABSENT, "run.keep_best_by": ABSENT},
+     {"grpo.val_period": "logging"}),
+    (AIME | {"grpo__val_period": 3, "checkpointing": {"enabled": True, "save_period": 10}},
+     {"run.keep_best_by": ABSENT}, {"checkpointing.keep_top_k": "changed"}),
+    *((AIME | {"grpo__val_period": 1, "checkpointing": KEPT | more}, {}, {"checkpointing.keep_top_k": told})
+      for more, told in [({}, "mapped"), ({"metric_name": "val:val_loss"}, "changed"),
+                         ({"higher_is_better": False}, "changed")]),
+    ({"checkpointing": {"enabled": True}}, {"run.keep_best": 3}, {}),
+    ({"checkpointing": {"enabled": True, "metric_name": None}}, {"run.keep_last": 3}, {}),
+    ({"checkpointing": {"enabled": False}}, {"run.keep_best": ABSENT}, {}),
+    # Engines with devices of their own, and the samplers of asynchronous rollouts
+    ({"policy__generation__colocated": APART, "cluster__num_nodes": 4},
+     {"generation.colocated": False, "generation.engines": 8, "generation.devices": 16}, {}),
+    ({"policy__generation": {"colocated": {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 1}},
+                             "vllm_cfg": SPREAD}},
+     {"generation.engines": 2, "generation.dp": 4, "generation.ep": 4, "generation.devices": 8}, {}),
+    *((sampler(**keys), values, {"async_rl.sampler.name": told, "async_rl.max_inflight_prompts": "not applicable"})
+      for keys, values, told in [
+          ({"name": "in_order", "max_lookahead_versions": 2}, order("async", 2, "keep", "position"), "mapped"),
+          ({"name": "in_order", "max_staleness_versions": 2}, order("async", 1, "keep", "position"), "mapped"),
+          ({"name": "windowed", "max_staleness_versions": 3}, order("async", 3, "keep", "arrival"), "changed"),
+          ({"name": "in_order", "max_lookahead_versions": 0}, order("sync", ABSENT, ABSENT, ABSENT), "mapped"),
+      ]),
+    (sampler(name="custom", target="mine:Sampler"), {"rollouts.mode": ABSENT},
+     {"async_rl.sampler.name": "not yet"}),
+    # The factor of cut completions replaces DAPO's penalty
+    ({"grpo__reward_shaping": SHAPED | {"stop_properly_penalty_coef": 0.25}},
+     {"reward.overlong_buffer": ABSENT, "reward.truncated_factor": 0.25}, {}),
+    ({"grpo__advantage_clip_low": -50, "grpo__advantage_clip_high": 50, "grpo__seq_logprob_error_threshold": 2},
+     {"advantage.clip_low": -50, "advantage.clip_high": 50, "loss.error_mask": 2}, {}),
+    *(({"grpo": {"zero_variance_prompt_filtering": True, "use_dynamic_sampling": dynamic}},
+       {"filter.groups": groups}, {}) for dynamic, groups in ((False, "drop"), (True, "replace"))),
+    ({"policy__tokenizer__chat_template_kwargs": {"enable_thinking": False}},
+     {"model.chat_template_kwargs.enable_thinking": False}, {}),
+    # Engines: another program means the same, and float8 is quantized at each refit
+    *(({"policy__generation__backend": name}, {"generation.backend": ABSENT},
+       {"policy.generation.backend": "changed"}) for name in ("sglang", "trtllm", "megatron", "dynamo")),
+    ({"policy__generation__vllm_cfg__precision": "fp8"}, {"vllm.quantization": "fp8_per_block"}, {}),
+    ({"policy__generation__vllm_cfg": {"precision": "fp8", "is_mx": True, "num_last_layers_in_bf16": 2}},
+     {"vllm.quantization": "mxfp8"}, {"policy.generation.vllm_cfg.num_last_layers_in_bf16": "changed"}),
+    # Weights on a grid, which policy and engines compute with
+    (quantized("NVFP4_MLP_WEIGHT_ONLY_CFG"),
+     {"training.quantization.format": "nvfp4", "training.quantization.block": 32,
+      "training.quantization.tensors": ["*mlp*", "*block_sparse_moe*"]},
+     {"policy.quant_cfg": "changed", "policy.generation.quant_cfg": "not applicable"}),
+    (quantized("quantized_experts.yaml", real_quant=True, real_quant_ignore=["lm_head"]),
+     {"training.quantization.block": 16, "training.quantization.tensors": ["*.experts.*"],
+      "training.quantization.exclude": ["*router*", "*.layers.1.*"]},
+     {"policy.generation.real_quant": "changed", "policy.generation.real_quant_ignore": "changed"}),
+    # Rollouts of older weights, which the recipe does not correct for
+    *((keys | {"loss_fn__use_importance_sampling_correction": False},
+       {"loss.importance_correction": "off", "rollouts.uncorrected": given},
+       {"loss_fn.use_importance_sampling_correction": told})
+      for keys, given, told in [
+          ({"grpo__async_grpo": {"enabled": True}}, True, "changed"), ({}, ABSENT, "mapped"),
+      ]),
+    # A reward model scores
+    ({"data__env_name": "reward_model",
+      "env": {"reward_model": {"model_name": "org/reward", "precision": "bfloat16"}}},
+     {"reward.terms": [{"name": "model:org/reward"}]},
+     {"env.reward_model.model_name": "changed", "env.reward_model.precision": "not applicable"}),
+    # GDPO: advantages of each of three rewards, whitened over the rollouts of the batch
+    ({**MULTI_REWARD, "grpo__adv_estimator": {"name": "gdpo", "use_leave_one_out_baseline": False,
+                                              "normalize_rewards": True, "reward_weights": [1.0, 0.5, 2.0]}},
+     {"advantage.per_term": True, "advantage.whiten": True, "advantage.whiten_over": "rollouts",
+      "advantage.baseline": "mean", "advantage.normalize_std": True, "reward.extract": "answer-tag",
+      "reward.terms": [{"name": "tagged-answer", "weight": 1.0}, {"name": "tagged-format", "weight": 0.5},
+                       {"name": "tagged-integer", "weight": 2.0}]},
+     {"grpo.adv_estimator.name": "mapped", "env.math_multi_reward.num_workers": "mapped"}),
+    ({"grpo__adv_estimator": {"name": "gdpo"}}, {}, {"grpo.adv_estimator.name": "not yet"}),
+    ({**MULTI_REWARD, "grpo__adv_estimator": {"name": "gdpo", "reward_weights": [1.0]}}, {},
+     {"env.math_multi_reward.num_workers": "not yet", "env.math_multi_reward.math_verify_impl": "not yet"}),
+    # NeMo-RL takes the deviation of the others as well
+    ({"grpo__use_leave_one_out_baseline": True},
+     {"advantage.baseline": "leave-one-out", "advantage.std_of": "others"}, {}),
+    # DAPO's own comparison of answers
+    ({"env__math__math_verify_impl": "dapo_math_verify"}, {"reward.terms": [{"name": "dapo-math"}]}, {}),
+    ({"env__math__math_verify_impl": "dapo_math_verify",
+      "grpo__reward_scaling": {"enabled": True, "target_min": -1.0}},
+     {"reward.terms": [{"name": "dapo-math", "weight": 2.0}], "reward.shift": -1.0},
+     {"grpo.reward_scaling.enabled": "mapped"}),
+    *(({"grpo__reward_scaling": {"enabled": True, **ends}},
+       {"reward.shift": shift, "reward.terms": [{"name": "math-verify"} | weight]},
+       {"grpo.reward_scaling.enabled": told})
+      for ends, shift, weight, told in [
+          ({}, ABSENT, {}, "mapped"),
+          ({"target_min": -0.5, "target_max": 0.5}, -0.5, {}, "mapped"),
+          ({"source_max": 0.5, "target_max": 3.0}, ABSENT, {"weight": 3.0}, "mapped"),  # 1 is clamped to 0.5
+          ({"source_max": 0.0}, ABSENT, {}, "not yet"),
+          ({"target_min": 1.0, "target_max": 0.0}, ABSENT, {}, "not yet"),
+      ]),
+]  # fmt: skip
+"""Changes of a recipe, the values of rlctl's keys, and the status of keys in the report."""
+PARTS = 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_keys_become_rlctls_with_these_values(tmp_path: Path, part: int) -> None:
     """What the recipe says is in the configuration, and nothing but what is expected to stops a run."""
-    result = recipe(tmp_path, **changes)
-    assert {key: result.values.get(key, ABSENT) for key in values} == values
-    assert {key: status(result, key) for key in statuses} == statuses
-    assert bool(result.unsupported) == ("not yet" in statuses.values())
+
+    def check(changes: dict[str, Any], values: dict[str, Any], statuses: dict[str, str]) -> None:
+        result = recipe(tmp_path, **changes)
+        assert {key: result.values.get(key, ABSENT) for key in values} == values
+        assert {key: status(result, key) for key in statuses} == statuses
+        assert bool(result.unsupported) == ("not yet" in statuses.values())
+
+    every_row(MAPPED[part::PARTS], check)
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
+def test_recipes_of_these_keys_are_configurations(tmp_path: Path, part: int) -> None:
+    every_row([changes for changes, *_ in MAPPED[part::PARTS]], lambda changes: resolved(recipe(tmp_path, **changes)))
+
+
+def resolved(result: Any) -> None:
     resolve(files=[result.path], environment={})
 
 
@@ -1040,11 +1053,7 @@ def test_keys_that_a_recipe_leaves_out_have_nemo_rl_s_values(
     assert {entry.key for entry in result.entries} <= {*leaves(sections), "policy.model_name"}
 
 
-@pytest.mark.parametrize("completion", [
-    r"So \boxed{42}.", "The answer is 42.", "We get $x = 42$ here", "42", r"First \boxed{7}, but it is 42",
-    r"\boxed{42} or \boxed{7}", "no number",
-])  # fmt: skip
-def test_the_reward_of_math_is_nemo_rl_s(completion: str, tmp_path: Path) -> None:
+def test_the_reward_of_math_is_nemo_rl_s(tmp_path: Path) -> None:
     """Its verifier looks in the whole completion for an expression, or for LaTeX, and a box is only one form of it. It
     joins boxes side by side into one answer, though, and with rlctl the last one decides."""
     theirs = math_metric((LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig()))
@@ -1053,7 +1062,12 @@ def test_the_reward_of_math_is_nemo_rl_s(completion: str, tmp_path: Path) -> Non
     data = config.data.model_copy(update={"name": str(tmp_path / "rows.jsonl")})
     source = open_prompts(data)
     [ours] = prepare_rewards(config.reward, source, None).build()
-    assert ours(completion, source[0]) == theirs([r"\boxed{42}"], [completion])[0]
+    completions = [
+        r"So \boxed{42}.", "The answer is 42.", "We get $x = 42$ here", "42", r"First \boxed{7}, but it is 42",
+        r"\boxed{42} or \boxed{7}", "no number",
+    ]  # fmt: skip
+    expected = {completion: theirs([r"\boxed{42}"], [completion])[0] for completion in completions}
+    assert {completion: ours(completion, source[0]) for completion in completions} == expected
 
 
 MEGATRON_FORM = {

@@ -169,7 +169,11 @@ SHARD_PRODUCT = [
 @pytest.mark.parametrize(
     ("fsdp", "mover", "family", "training", "generation"),
     [
-        *((False, mover, *layout) for layout in LAYOUTS for mover in MOVERS),
+        *(
+            pytest.param(False, mover, *layout, marks=() if (first + second) % 3 == 0 else pytest.mark.slow)
+            for first, layout in enumerate(LAYOUTS)
+            for second, mover in enumerate(MOVERS)
+        ),
         *((True, *case) for case in SHARDS),
         *(pytest.param(True, *case, marks=pytest.mark.slow) for case in SHARD_PRODUCT),
     ],

@@ -35,6 +35,7 @@ from support.engine_host import SwappingEngine, hosted
 from support.engine_policies import PROMPTS, WholeTensorPolicy, requests
 from support.engines import START_TIMEOUT_S, tiny_facts
 from support.multimodal_models import IMAGE, IMAGE_SIDE, IMAGE_TOKENS, write_with_images
+from support.pool import slowly
 from support.toy_episodes import REPLY, TOKENS_A_TURN, TURNS
 from support.toy_gym import free_port, toy_gym
 from support.vision_cases import sampled_alone
@@ -247,7 +248,7 @@ def test_turns_and_an_environment_s_messages_are_told_apart(host: Any, tiny_llam
     ("limits", "reason", "turns"),
     [
         ({"turns": 2}, "turns", 2),
-        ({"sampled_tokens": 8}, "sampled_tokens", 2),
+        pytest.param({"sampled_tokens": 8}, "sampled_tokens", 2, marks=pytest.mark.slow),
         ({}, "context", None),
     ],
 )
@@ -283,7 +284,7 @@ def test_an_episode_whose_last_turn_is_cut_off_is_one_that_was_cut_off(host: Any
         assert algorithm.length_penalties(group).tolist() == ([-1.0, -1.0] if cut else [0.0, 0.0])
 
 
-@pytest.mark.parametrize("how", ["raise", "die", "hang"])
+@pytest.mark.parametrize("how", [pytest.param("raise", marks=pytest.mark.slow), "die", "hang"])
 def test_a_failing_environment_costs_its_own_rollouts(host: Any, tiny_llama: Path, how: str) -> None:
     made = play(tiny_llama, "Failing", {"turn_timeout_s": 3.0}, how=how)
     results = played(host, tiny_llama, made)
@@ -352,7 +353,10 @@ def test_a_template_that_keeps_thoughts_is_said_to(tiny_llama: Path) -> None:
         RlConfig.model_validate({"environment": {"thinking": "template", "append": "raw"}})
 
 
-@pytest.mark.parametrize(("how", "begins"), [("chat", 1), ("stream", 1), ("tools", 1), ("ids", 1), ("several", 1)])
+@pytest.mark.parametrize(("how", "begins"), [
+    pytest.param("chat", 1, marks=pytest.mark.slow), pytest.param("stream", 1, marks=pytest.mark.slow),
+    ("tools", 1), pytest.param("ids", 1, marks=pytest.mark.slow), ("several", 1),
+])  # fmt: skip
 def test_a_program_asks_the_model(host: Any, tiny_llama: Path, how: str, begins: int) -> None:
     policy = WholeTensorPolicy(tiny_llama)
     made = play(tiny_llama, "program", command=[sys.executable, str(PROGRAM), how])
@@ -436,7 +440,7 @@ def of_formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_of_formats(tmp_path_factory.mktemp("formats"))
 
 
-@pytest.mark.parametrize("family", FORMATS)
+@pytest.mark.parametrize("family", slowly(FORMATS.keys(), *sorted(FORMATS)[::3], "gemma3"))
 def test_what_the_engine_says_is_what_the_policy_computes_in_every_form(
     host: Any, of_formats: Path, family: str
 ) -> None:

@@ -11,6 +11,7 @@ import faulthandler
 import os
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -144,6 +145,31 @@ SLOW = pytest.mark.slow
 Pools = Callable[[int], Pool]
 Published = Callable[[str], Path]
 """From the name of a model to its directory."""
+
+
+def covering(cases: dict[str, Any]) -> tuple[str, ...]:
+    """Return names of few cases that have every setting of the table: each size, model and field that is not default.
+
+    The cases of one table have the same backend and number of ranks, so each setting is met with both."""
+    settings = {name: settings_of(case) for name, case in cases.items()}
+    missing = set().union(*settings.values())
+    chosen: list[str] = []
+    while missing:
+        chosen.append(max(settings, key=lambda name: len(settings[name] & missing)))
+        missing -= settings[chosen[-1]]
+    return tuple(chosen)
+
+
+def settings_of(case: Any) -> set[tuple[str, str]]:
+    """Return the fields of a dataclass, and of the one in its field `parallel`, that are not as by default."""
+    plain, found = type(case)(), set()
+    for field in fields(case):
+        value = getattr(case, field.name)
+        if field.name == "parallel":
+            found |= {(f"parallel.{name}", "") for name, _ in settings_of(value)}
+        elif value != getattr(plain, field.name):
+            found.add((field.name, str(value)))
+    return found or {("", "")}
 
 
 def slowly(cases: dict[str, Any] | Iterable[Any], *quick: Any) -> list[Any]:

@@ -395,7 +395,7 @@ def test_weights_are_put_into_no_other_model(written: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3", "qwen2_5_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.slow), "llama4"]
+    "name", ["gemma3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen2_5_vl", "qwen3_vl_moe", "llama4"))]
 )
 def test_adapters_of_a_text_part_go_back_into_both_models(name: str, written: Any, tmp_path: Path) -> None:
     """The truth is transformers' whole model with alpha / r B A added to the linear layers of its text part."""

@@ -22,8 +22,15 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return out
 
 
-@pytest.mark.parametrize("width", [80, 100, 120])
-@pytest.mark.parametrize("command", [("plan",), ("train", "grpo", "--dry-run")])
+@pytest.mark.parametrize(
+    ("command", "width"),
+    [
+        (("plan",), 80),
+        (("train", "grpo", "--dry-run"), 100),
+        pytest.param(("plan",), 120, marks=pytest.mark.slow),
+        pytest.param(("train", "grpo", "--dry-run"), 80, marks=pytest.mark.slow),
+    ],
+)
 def test_lines_fit_and_no_word_is_broken(
     command: tuple[str, ...], width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
