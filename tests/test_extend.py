@@ -112,6 +112,7 @@ def rlctl(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
 
 
+@pytest.mark.long
 def test_the_parts_of_the_package_are_found(package: Path, tiny_llama: Path) -> None:
     words = ["--model", str(tiny_llama), "--data", str(package / "rows.jsonl"), "--gpu", "cpu", "--max-length", "96"]
     shown = rlctl(

@@ -17,6 +17,7 @@ from rlctl.settings.data import DataConfig
 from support.commands import Run
 
 
+@pytest.mark.long
 def test_generate_json_lines_agree_with_transformers(run_here: Run, tiny_llama: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

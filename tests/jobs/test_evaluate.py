@@ -53,6 +53,7 @@ def greedy(model: Path, questions: list[str], tokens: int) -> list[str]:
     return texts
 
 
+@pytest.mark.long
 def test_answers_are_judged_and_samples_that_the_file_has_are_not_sampled_again(
     run_here: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,6 +239,7 @@ def test_a_run_whose_ray_dies_ends_in_its_own_words(tiny_llama, tmp_path, killed
     assert (run_dir / "report.html").exists()
 
 
+@pytest.mark.long
 def test_a_run_interrupted_while_it_starts_leaves_nothing(tiny_llama, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "log"
     with started(command(tiny_llama, run_dir), log) as process:
@@ -332,6 +333,7 @@ def test_a_reward_that_fails_leaves_the_save_of_the_step_before_and_says_so(here
     assert "KeyError" in (tmp_path / "run" / "logs" / "driver.log").read_text()
 
 
+@pytest.mark.long
 def test_a_reward_function_that_raises_ends_the_run_in_its_own_words(here, tiny_llama, tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("def half(completion, answer, prompt, **row):\n    return 1 / 0\n")

@@ -10,6 +10,7 @@ from rlctl.training.agreement import LIMITS
 from support.runs import command, results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "kept"),
     [

@@ -172,6 +172,7 @@ def test_an_argument_of_a_section_is_a_default_when_its_neighbor_is_set(package:
     assert config["batch"]["generations"] == 2
 
 
+@pytest.mark.long
 def test_both_are_planned_and_shown_without_being_started(package: Path, tiny_llama: Path) -> None:
     words = method_words(package, tiny_llama)
     shown = rlctl(package, "train", "weighted", *words, "--set", "weighting.power=0.5", "--dry-run", "--json")

@@ -120,6 +120,7 @@ def require_trained(directory: Path, results: list[SampledGroup], never: tuple[i
         assert max(of_ranks) < TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family", [pytest.param(one, marks=() if one in GUARDS else pytest.mark.slow) for one in WITH_ENGINES]
 )

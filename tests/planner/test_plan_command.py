@@ -91,6 +91,7 @@ def test_any_number_of_plans_side_by_side(capsys: pytest.CaptureFixture[str]) ->
         assert "--compare generation.tp=1" in err
 
 
+@pytest.mark.long
 def test_a_table_of_machines_counts_gpus_seconds_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """GPU-hours are GPUs times seconds; a machine that is too small has the reason in place of a layout."""
     asked = ["plan", "--preset", "1node", "--gpu", "h100", "--model", "Qwen/Qwen2.5-14B", "--table"]

@@ -116,6 +116,7 @@ def check_request(facts: ModelFacts, cluster: ClusterFacts, workload: Workload, 
         check(make_plan(facts, larger, workload, pins), pins)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=8)
 @given(MODELS, MACHINES, workloads(), PINS)
 def test_a_request_has_a_plan_that_holds_or_an_error_that_helps(
@@ -143,6 +144,7 @@ def check_larger_memory(facts: ModelFacts, cluster: ClusterFacts, workload: Work
     make_plan(facts, replace(cluster, device=more), workload)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=2)
 @given(MODELS, GPUS, workloads())
 def test_what_fits_a_machine_fits_one_with_more_memory(

@@ -122,6 +122,7 @@ def test_an_engine_of_one_turn_is_the_default(host: Any, tiny_llama: Path) -> No
     assert result.rewards == (None, None)
 
 
+@pytest.mark.long
 def test_a_prompt_s_image_is_with_each_turn_and_with_its_rollout(host: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -244,6 +245,7 @@ def test_turns_and_an_environment_s_messages_are_told_apart(host: Any, tiny_llam
         assert result.prompt_tokens == first  # environments of a group begin alike
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("limits", "reason", "turns"),
     [
@@ -264,6 +266,7 @@ def test_limits_end_an_episode_with_their_name(
             assert result.response_tokens[number] <= limits.get("sampled_tokens", 256)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cut", [True, False])
 def test_an_episode_whose_last_turn_is_cut_off_is_one_that_was_cut_off(host: Any, tiny_llama: Path, cut: bool) -> None:
     """Turns that the limit of 6 tokens ends are as cut off as a single completion is, and cost as much by DAPO
@@ -284,6 +287,7 @@ def test_an_episode_whose_last_turn_is_cut_off_is_one_that_was_cut_off(host: Any
         assert algorithm.length_penalties(group).tolist() == ([-1.0, -1.0] if cut else [0.0, 0.0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [pytest.param("raise", marks=pytest.mark.slow), "die", "hang"])
 def test_a_failing_environment_costs_its_own_rollouts(host: Any, tiny_llama: Path, how: str) -> None:
     made = play(tiny_llama, "Failing", {"turn_timeout_s": 3.0}, how=how)
@@ -353,6 +357,7 @@ def test_a_template_that_keeps_thoughts_is_said_to(tiny_llama: Path) -> None:
         RlConfig.model_validate({"environment": {"thinking": "template", "append": "raw"}})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "begins"), [
     pytest.param("chat", 1, marks=pytest.mark.slow), pytest.param("stream", 1, marks=pytest.mark.slow),
     ("tools", 1), pytest.param("ids", 1, marks=pytest.mark.slow), ("several", 1),
@@ -370,6 +375,7 @@ def test_a_program_asks_the_model(host: Any, tiny_llama: Path, how: str, begins:
         assert result.finish_reasons == ("length", "length")
 
 
+@pytest.mark.long
 def test_a_program_shows_the_model_the_images_of_its_row(host: Any, tmp_path: Path) -> None:
     """Also where it goes on from tokens that stand for images already, which nothing expands again."""
     model = write_vision_model(tmp_path / "model", "qwen3_vl")
@@ -405,6 +411,7 @@ def test_a_program_shows_the_model_the_images_of_its_row(host: Any, tmp_path: Pa
         assert sizes == [both, both, both, [*both, both[0]]]
 
 
+@pytest.mark.long
 def test_an_agent_of_nemo_gym_asks_the_model_of_its_episode(host: Any, tiny_llama: Path) -> None:
     policy, listen = WholeTensorPolicy(tiny_llama), f"127.0.0.1:{free_port()}"
     with toy_gym(f"http://{listen}/v1") as head:

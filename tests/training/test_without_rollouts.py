@@ -39,6 +39,7 @@ def expected_loss(model: Path) -> float:
     return total / count
 
 
+@pytest.mark.long
 @pytest.mark.guard
 def test_a_run_without_rollouts_has_a_policy_alone_and_a_loss_of_its_own_for_each_token(
     placement: Any, tiny_llama: Path, tmp_path: Path

@@ -394,6 +394,7 @@ def test_weights_are_put_into_no_other_model(written: Any, tmp_path: Path) -> No
         megatron_to_hf(checkpoint, tmp_path / "whole", None, Options(whole=written("mistral3")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["gemma3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen2_5_vl", "qwen3_vl_moe", "llama4"))]
 )

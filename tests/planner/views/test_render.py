@@ -22,6 +22,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "width"),
     [
