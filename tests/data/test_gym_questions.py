@@ -56,6 +56,6 @@ def test_questions_go_on_after_the_end_of_their_process() -> None:
     task = GymTask("chain_sum", {"seed": 3, "size": 4})
     questions, dataset = GymQuestions(task, 4), build_task(task)
     assert [questions[i] for i in (2, 0, 2)] == [dataset[i] for i in (2, 0, 2)]
-    questions._process.kill()
-    questions._process.wait()  # as at the end of a Ray session, which ends the processes of the driver
+    questions._server.process.kill()
+    questions._server.process.wait()  # as at the end of a Ray session, which ends the processes of the driver
     assert questions[3] == dataset[3]

@@ -137,7 +137,8 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class SampledGroup:
-    """Finished episodes of one prompt: columns (or handles), and scalars by episode."""
+    """An engine's answer to a GroupRequest: columns (or handles), and scalars by episode. Scored, it is a
+    `RolloutGroup`."""
 
     group: int
     """The number that the request has."""

@@ -48,43 +48,43 @@ from rlctl.rollouts.source import sample_seed
 T = TypeVar("T")
 ONE_TURN = "rlctl.rollouts.episodes:one_turn"
 LOOK_S = 0.5
-"""Longest time between two looks at what has changed."""
+"""Seconds between two looks at the engine's state."""
 DECODE_S = 0.1
-"""As much again until the decoding thread sees that it is to end, for which the end of a run waits."""
+"""Time limit of one decoding call. The end of a run waits for the decoding thread to notice it."""
 
 
 class Episode:
-    """One rollout in the making: token ids that are only ever appended to, and who wrote them."""
+    """A rollout in progress: append-only token ids, and who wrote them."""
 
     def __init__(self, runner: EpisodeRunner, key: str, request: GroupRequest, seed: int, sampling: Sampling) -> None:
         self._runner, self._key, self._seed = runner, key, seed
         self.request, self.sampling = request, sampling
         self.ended = False
-        """Whether it is over, well or not."""
+        """Whether it has ended, with or without a failure."""
         self.begin()
 
     def begin(self) -> None:
-        """Begin at the prompt, also again."""
+        """Begin, or begin again, at the prompt."""
         self.tokens = list(self.request.prompt_tokens)
         self.starts = [0]
-        """Where each of its contexts begins among the tokens."""
+        """Token position at which each context begins."""
         self.media = list(self.request.media)
-        """The parts of them that are not text, in order."""
+        """Images and other media among the tokens, in order."""
         self.answers: list[tuple[int, SampleResult]] = []
         """The model's answers with their token positions."""
         self.rewards: list[float] = []
-        """Reward of each answer from the environment; else the completion is scored."""
+        """The environment's reward of each answer; without any, the completion is scored."""
         self.faults: dict[int, int] = {}
-        """The bits of the faults of those answers that have any."""
+        """Bits of the faults, by answers with faults."""
         self.said: list[Any] = []
-        """Its turns, as the player of its environment judges them."""
+        """Its turns with the environment player's judgment."""
         self.counts: dict[str, float] = {}
-        """Sums over the turns of what there is to count."""
+        """Metrics, summed over the turns."""
         self.transcript: list[Turn] = []
         self.stop_reason: str | None = None
-        """None: the last answer's."""
+        """None: the last answer's stop reason."""
         self.failure: str | None = None
-        """Why its environment failed; None: it did not."""
+        """The environment's error, if it failed."""
 
     @property
     def row(self) -> PromptRow:
@@ -112,42 +112,41 @@ class Episode:
         return self.tokens[self.starts[-1] :]
 
     def images_in(self, tokens: Sequence[int]) -> tuple[MediaPart, ...]:
-        """Return the media of the context in the tokens that `tokens` begin with as well."""
+        """Return the context's media within the prefix that the context shares with `tokens`."""
         begin, context = self.starts[-1], self.context
-        alike = next(
-            (at for at, pair in enumerate(zip(context, tokens, strict=False)) if len({*pair}) > 1), len(context)
-        )
+        pairs = enumerate(zip(context, tokens, strict=False))
+        alike = next((position for position, pair in pairs if len({*pair}) > 1), len(context))
         parts = (replace(part, start=part.start - begin) for part in self.media if part.start >= begin)
         return tuple(part for part in parts if part.start + part.tokens <= min(alike, len(tokens)))
 
     def read(self, tokens: Sequence[int], media: Sequence[MediaPart] = (), *, anew: bool = False) -> None:
-        """Append tokens that the model did not choose, with `media` among them. `anew`: start a new context."""
+        """Append tokens of the environment, with `media` among them. `anew`: start a new context."""
         if anew:
             self.starts.append(len(self.tokens))
         self.media += [replace(part, start=len(self.tokens) + part.start) for part in media]
         self.tokens += tokens
 
     async def answer(self, **changes: Any) -> SampleResult:
-        """Let the model go on from the tokens so far, with some fields of the sampling changed."""
+        """Have the model continue the context, with changed fields of the sampling."""
         turn = len(self.answers)
         seed = self._seed if turn == 0 else sample_seed(self._seed, turn)
         sampling = replace(self.sampling, **changes)
         begin = self.starts[-1]
         media = tuple(replace(part, start=part.start - begin) for part in self.media if part.start >= begin)
         request = SampleRequest(self._key, tuple(self.context), seed, sampling, media)
-        found = await self._runner.sampled(request)
-        self.answers.append((len(self.tokens), found))
-        self.tokens += found.tokens_R.tolist()
-        return found
+        answer = await self._runner.sampled(request)
+        self.answers.append((len(self.tokens), answer))
+        self.tokens += answer.tokens_R.tolist()
+        return answer
 
 
 Play = Callable[[Episode], Awaitable[None]]
-"""The course of an episode, from its prompt to its end."""
+"""Plays an episode from its prompt to its end."""
 
 
 @runtime_checkable
 class PlaySpec(Protocol):
-    """A course of episodes that has to be started in the process of each engine."""
+    """Settings of a Play, which starts in the process of each engine."""
 
     def started(self) -> Play: ...
 
@@ -157,19 +156,19 @@ async def one_turn(episode: Episode) -> None:
 
 
 class EpisodeRunner:
-    """Plays episodes against the engine that it holds; methods as in `EpisodeWorker`."""
+    """Plays episodes against its engine; methods as in `EpisodeWorker`."""
 
     def __init__(self, engine: EngineWorker, play: Play | PlaySpec) -> None:
-        self._engine, self._made, self._loop = engine, play, asyncio.new_event_loop()
+        self._engine, self._spec, self._loop = engine, play, asyncio.new_event_loop()
         self._calls = count(1)
         self._begun = self._over = 0
         """Begun and ended episodes since the last idle moment."""
         self._asked: list[SampleRequest] = []
-        """Samples to ask the engine for in this turn of the event loop."""
+        """Sample requests of this turn of the event loop."""
         self._awaited: dict[str, asyncio.Future[SampleResult]] = {}
         self._changed = threading.Condition()
         self._submitted = 0
-        """Groups that were submitted and not collected."""
+        """Number of groups that were submitted and not collected."""
         self._finished: list[SampledGroup | BaseException] = []
         """Ended groups, in order."""
         self._threads: list[threading.Thread] = []
@@ -178,14 +177,14 @@ class EpisodeRunner:
         return self._engine
 
     def start(self) -> None:
-        # Before the cores of this process are the engine's: what it starts has all of them.
-        self._play: Play = self._made.started() if isinstance(self._made, PlaySpec) else self._made
+        # Before the engine pins this process to its cores: the environment's processes may use all cores.
+        self._play: Play = self._spec.started() if isinstance(self._spec, PlaySpec) else self._spec
         loaded = Future[None]()
 
-        def load_and_decode() -> None:  # on a CPU the engine's cores are those of the thread that loads it
+        def load_and_decode() -> None:  # on a CPU the loading thread sets the engine's cores
             try:
                 self._engine.start()
-            except BaseException as error:  # noqa: BLE001 - it is raised where the engine is started
+            except BaseException as error:  # noqa: BLE001 - `start` raises it
                 loaded.set_exception(error)
                 return
             loaded.set_result(None)
@@ -203,7 +202,7 @@ class EpisodeRunner:
             self._loop.call_soon_threadsafe(self._loop.stop)
         for thread in threads:
             thread.join()
-        if threads and isinstance(self._made, PlaySpec):
+        if threads and isinstance(self._spec, PlaySpec):
             cast(Any, self._play).close()
         self._engine.close()
 
@@ -213,7 +212,7 @@ class EpisodeRunner:
         deadline = time.monotonic() + timeout_s
         self._engine.require_ready(timeout_s)
         groups = self._episodes(requests, sampling)
-        call = self._run(together(self._group(*one) for one in zip(requests, groups, strict=True)))
+        call = self._run(together(self._group(*pair) for pair in zip(requests, groups, strict=True)))
         try:
             return call.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
@@ -238,37 +237,37 @@ class EpisodeRunner:
 
         async def finish(request: GroupRequest, episodes: list[Episode]) -> None:
             try:
-                found: SampledGroup | BaseException = await self._group(request, episodes)
-            except Exception as error:  # noqa: BLE001 - it is raised where the group is collected
-                found = error
+                outcome: SampledGroup | BaseException = await self._group(request, episodes)
+            except Exception as error:  # noqa: BLE001 - collecting the group raises it
+                outcome = error
             with self._changed:
-                self._finished.append(found)
+                self._finished.append(outcome)
                 self._changed.notify_all()
 
         groups = self._episodes(requests, sampling)
         with self._changed:
             self._submitted += len(requests)
             self._changed.notify_all()
-        self._run(together(finish(*one) for one in zip(requests, groups, strict=True)))
+        self._run(together(finish(*pair) for pair in zip(requests, groups, strict=True)))
 
     def collect_by_handle(self, timeout_s: float) -> tuple[list[SampledGroup], list[Any]]:
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            if self._engine.asleep:  # whoever asks again is not to ask without a pause
+            if self._engine.asleep:  # the pause keeps the caller from asking in a busy loop
                 self._changed.wait(LOOK_S)
             while not self._finished:
                 if self._engine.asleep:
                     return [], [None] * VALUES_A_GROUP
                 if time.monotonic() > deadline:
                     self._engine.require_ready(0.0)
-                    what = "finished none of its groups" if self._submitted else "was given nothing to sample"
-                    raise WaitTimeoutError(f"{self._engine.label} {what} in {timeout_s:.0f} s.")
+                    problem = "finished none of its groups" if self._submitted else "was given nothing to sample"
+                    raise WaitTimeoutError(f"{self._engine.label} {problem} in {timeout_s:.0f} s.")
                 self._changed.wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
-            found = self._finished.pop(0)
+            outcome = self._finished.pop(0)
             self._submitted -= 1
-        if isinstance(found, BaseException):
-            raise found
-        return detached([found])
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return detached([outcome])
 
     # Episodes
 
@@ -317,20 +316,20 @@ class EpisodeRunner:
             self._awaited.pop(request.key, None)
 
     def _ask(self) -> None:
-        asked, self._asked = [one for one in self._asked if one.key in self._awaited], []
+        requests, self._asked = [request for request in self._asked if request.key in self._awaited], []
         try:
-            self._engine.add_samples(asked)
-        except Exception as error:  # noqa: BLE001 - it is raised where the samples are awaited
-            self._fail(error, [one.key for one in asked])
+            self._engine.add_samples(requests)
+        except Exception as error:  # noqa: BLE001 - awaiting the samples raises it
+            self._fail(error, [request.key for request in requests])
 
     def _decode(self) -> None:
         while self._threads:
             try:
-                found = self._engine.finished_samples(DECODE_S)
-            except Exception as error:  # noqa: BLE001 - it is raised where samples are awaited
+                samples = self._engine.finished_samples(DECODE_S)
+            except Exception as error:  # noqa: BLE001 - awaiting the samples raises it
                 self._loop.call_soon_threadsafe(self._fail, error)
             else:
-                self._loop.call_soon_threadsafe(self._answer, found)
+                self._loop.call_soon_threadsafe(self._answer, samples)
 
     def _answer(self, results: Sequence[SampleResult]) -> None:
         for result in results:
@@ -340,7 +339,7 @@ class EpisodeRunner:
             report(self._over, self._begun)
 
     def _fail(self, error: Exception, keys: Sequence[str] | None = None) -> None:
-        """Raise an error where the samples called `keys` are awaited; None: where any is."""
+        """Fail the awaited samples `keys` with an error; None: all awaited samples."""
         failed = [key for key in (self._awaited if keys is None else keys) if not self._awaited[key].done()]
         self._engine.drop_samples(failed)
         for key in failed:
@@ -348,8 +347,8 @@ class EpisodeRunner:
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return what all of `work` returns; where one part fails, end the others."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    """Return the results of all `work`; if a part fails, cancel the others."""
+    tasks = [asyncio.ensure_future(part) for part in work]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -370,7 +369,7 @@ def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) 
         np.zeros(total, np.float32),
         np.full(total, -1, np.int32),
         _routed(episodes) | (_of_turns(episodes, offsets) if plays else {}),
-        tuple(tuple(one.media) for one in episodes) if any(one.media for one in episodes) else (),
+        tuple(tuple(episode.media) for episode in episodes) if any(episode.media for episode in episodes) else (),
     )
     for begin, episode in zip(offsets, episodes, strict=False):
         for first, answer in episode.answers:
@@ -378,7 +377,7 @@ def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) 
             columns.loss_mask_T[chosen] = True
             columns.logprobs_T[chosen] = answer.logprobs_R
             columns.weight_version_T[chosen] = answer.versions_R
-    sampled = [[one for _, answer in episode.answers for one in answer.versions_R.tolist()] for episode in episodes]
+    versions = [[v for _, answer in episode.answers for v in answer.versions_R.tolist()] for episode in episodes]
     last = [episode.answers[-1][1] if episode.answers else None for episode in episodes]
     return SampledGroup(
         group=request.group,
@@ -387,16 +386,16 @@ def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) 
         transcripts=[episode.transcript for episode in episodes] if plays else None,
         prompt_tokens=_shared_prompt(episodes) if plays else len(request.prompt_tokens),
         tokens=tuple(lengths),
-        response_tokens=tuple(map(len, sampled)),
+        response_tokens=tuple(map(len, versions)),
         finish_reasons=tuple(
             episode.stop_reason or (answer.stop_reason if answer else "abort")
             for episode, answer in zip(episodes, last, strict=True)
         ),
-        versions=tuple(tuple(sorted(Counter(of).items())) or ((version, 0),) for of in sampled),
+        versions=tuple(tuple(sorted(Counter(of_episode).items())) or ((version, 0),) for of_episode in versions),
         rewards=tuple(sum(episode.rewards) if episode.rewards else None for episode in episodes),
         episodes=tuple(map(_facts, episodes)) if plays else (),
-        images=tuple(len(one.media) for one in episodes) if columns.media_G else (),
-        image_tokens=tuple(sum(p.tokens for p in one.media) for one in episodes) if columns.media_G else (),
+        images=tuple(len(episode.media) for episode in episodes) if columns.media_G else (),
+        image_tokens=tuple(sum(part.tokens for part in media) for media in columns.media_G),
     )
 
 
@@ -406,28 +405,28 @@ def _facts(episode: Episode) -> EpisodeFacts:
 
 
 def _shared_prompt(episodes: Sequence[Episode]) -> int:
-    """Return the number of tokens before the first answers common to all contexts, with their media: usually the
+    """Return the length of the prefix, media included, that all contexts share before their first answers: usually the
     prompt."""
-    begun, shown = [], []
-    for episode in (one for one in episodes if one.answers):
+    prompts, media = [], []
+    for episode in (episode for episode in episodes if episode.answers):
         ends = (*episode.starts[1:], len(episode.tokens))
         for start, end in zip(episode.starts, ends, strict=True):
-            first = next((at for at, _ in episode.answers if start <= at < end), end)
-            begun.append(episode.tokens[start:first])
-            shown.append(
+            first = next((position for position, _ in episode.answers if start <= position < end), end)
+            prompts.append(episode.tokens[start:first])
+            media.append(
                 [replace(part, start=part.start - start) for part in episode.media if start <= part.start < first]
             )
     same = 0
-    for column in zip(*begun, strict=False):
+    for column in zip(*prompts, strict=False):
         if len(set(column)) > 1:
             break
         same += 1
-    return min([same, *_places_of_other_media(shown)])
+    return min([same, *_places_of_other_media(media)])
 
 
-def _places_of_other_media(shown: Sequence[Sequence[MediaPart]]) -> Iterator[int]:
-    """Yield where contexts, each of which has media of its own, have different ones: their tokens may be the same."""
-    for parts in zip(*shown, strict=False):
+def _places_of_other_media(media: Sequence[Sequence[MediaPart]]) -> Iterator[int]:
+    """Yield the positions where contexts differ in media, whose tokens may be equal."""
+    for parts in zip(*media, strict=False):
         if not all(np.array_equal(part.data, parts[0].data) for part in parts[1:]):
             yield min(part.start for part in parts)
 
@@ -449,12 +448,13 @@ def _routed(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
     of_contexts: list[tuple[int, np.ndarray | None]] = []
     for episode in episodes:
         for start, end in zip(episode.starts, (*episode.starts[1:], len(episode.tokens)), strict=True):
-            last = next((answer for at, answer in reversed(episode.answers) if start <= at < end), None)
+            of_context = (answer for position, answer in reversed(episode.answers) if start <= position < end)
+            last = next(of_context, None)
             of_contexts.append((end - start, last and last.routed_T))
-    known = next((routed for _, routed in of_contexts if routed is not None), None)
-    if known is None:
+    example = next((routed for _, routed in of_contexts if routed is not None), None)
+    if example is None:
         return {}
-    column = [np.full((tokens, *known.shape[1:]), -1, known.dtype) for tokens, _ in of_contexts]
+    column = [np.full((tokens, *example.shape[1:]), -1, example.dtype) for tokens, _ in of_contexts]
     for part, (_, routed) in zip(column, of_contexts, strict=True):
         if routed is not None:
             part[: len(routed)] = routed

@@ -28,12 +28,12 @@ from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig
 
 SCANNED_PROMPTS, SEEN_PROMPTS = 2048, 128
-"""First prompts whose lengths are counted, and whose image tokens are."""
+"""Numbers of first prompts whose tokens and whose image tokens are counted."""
 CHECKED_IMAGES = 1000
-"""Rows of a source whose images are decoded before a run; later ones when they are drawn."""
+"""Rows of a source whose images are decoded before a run; others are decoded in their step."""
 SAMPLED_ROWS = 16
-"""Rows of a source that are looked at for images."""
-# What a tokenizer puts around a text: no token of the text itself stands for less than a byte of it.
+"""Rows of a source that are searched for images."""
+# Begin and end tokens around a text. Each token of the text covers at least a byte of it.
 TOKENS_AROUND = 2
 ORDERS_KEPT = 2
 """Epochs with cached orders: the current and the previous one."""
@@ -41,21 +41,21 @@ ORDERS_KEPT = 2
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """One source of a run's prompts, opened."""
+    """One opened prompt dataset of a run."""
 
     label: str
-    """Its name among several; empty where it is the only one."""
+    """Its name among several; empty for the only one."""
     prompts: PromptSource
     data: DataConfig
     encoder: PromptEncoder
     reward: RewardConfig
     order: PromptOrder
     weight: float | None = 1.0
-    """Its share of the turns; None: by its size."""
+    """Its weight in the mixture; None: its size."""
 
 
 class PromptStream:
-    """The prompt at each position as a pure function, except pass-rate orders, which follow from `observe` and keep
+    """The prompt at each position: a pure function, except for pass-rate orders, which depend on `observe` and keep
     `state`."""
 
     kind = "prompt"
@@ -68,33 +68,33 @@ class PromptStream:
         held_out: PromptSource | None = None,
         environment: EnvironmentEpisodes | None = None,
     ) -> None:
-        """`planned`: largest position count of the run; `held_out`: prompts excluded for validation."""
+        """`planned`: maximum number of positions of the run. `held_out`: prompts for validation."""
         self.sources, self.planned, self.held_out = sources, planned, held_out
         self._mixing = self._mixed()
         self.environment = environment
         self._named = {source.label: source for source in sources}
         self.limit: int | None = None
-        """Most tokens of a prompt; set once the plan is known."""
+        """Maximum number of tokens of a prompt, set by the plan."""
         self.room = 0
-        """Tokens that a prompt which is cut keeps (`data.too_long`)."""
+        """Tokens that a cut prompt keeps (`data.too_long`)."""
         self._fitted: list[str] = []
 
     @classmethod
     def open(cls, config: RlctlConfig, model_dir: Path, rows: RowType = PROMPTS) -> Self:
         """Open data and tokenizer. Raises InputError."""
-        opened = [open_prompts(one.data, config.run.seed, rows) for one in source_settings(config)]
-        found = cls._of(config, model_dir, opened)
-        found.rows = rows
-        return found
+        opened = [open_prompts(source.data, config.run.seed, rows) for source in source_settings(config)]
+        stream = cls._of(config, model_dir, opened)
+        stream.rows = rows
+        return stream
 
     @classmethod
     def open_rollouts(cls, config: RolloutConfig, model_dir: Path) -> Self:
         """Open data, tokenizer and environment. Raises InputError."""
-        alone = config.environment.name
-        if alone and not (config.data.name or config.data.sources):
-            opened = [open_episodes(alone, config.data.size)]
+        environment_name = config.environment.name
+        if environment_name and not (config.data.name or config.data.sources):
+            opened = [open_episodes(environment_name, config.data.size)]
         else:
-            opened = [open_prompts(one.data, seed=config.run.seed) for one in source_settings(config)]
+            opened = [open_prompts(source.data, seed=config.run.seed) for source in source_settings(config)]
         stream = cls._of(config, model_dir, opened)
         first = stream.sources[0]
         environment = EnvironmentEpisodes.open(config, first.encoder, first.prompts[0])
@@ -103,10 +103,10 @@ class PromptStream:
         planned = config.batch.prompts * (config.run.steps * rounds + ahead)
         sources = stream.sources
         if environment is not None:
-            sources = [replace(one, encoder=environment.showing_tools(one.encoder)) for one in sources]
-        found = cls(sources, planned, stream.held_out, environment)
-        found._fitted = stream._fitted
-        return found
+            sources = [replace(source, encoder=environment.showing_tools(source.encoder)) for source in sources]
+        with_environment = cls(sources, planned, stream.held_out, environment)
+        with_environment._fitted = stream._fitted
+        return with_environment
 
     @classmethod
     def _of(cls, config: RlctlConfig, model_dir: Path, opened: list[PromptSource]) -> Self:
@@ -124,15 +124,15 @@ class PromptStream:
         tokenizer = load_tokenizer(model_dir, config.model)
         sources = [
             OpenedSource(
-                label=one.label,
+                label=source.label,
                 prompts=prompts,
-                data=one.data,
-                encoder=PromptEncoder.build(tokenizer, config.model, one.data, model_dir),
-                reward=one.reward,
-                order=PromptOrder.of(prompts, one.data, config.run.seed, number),
-                weight=one.weight,
+                data=source.data,
+                encoder=PromptEncoder.build(tokenizer, config.model, source.data, model_dir),
+                reward=source.reward,
+                order=PromptOrder.of(prompts, source.data, config.run.seed, number),
+                weight=source.weight,
             )
-            for number, (one, prompts) in enumerate(zip(settings, opened, strict=True))
+            for number, (source, prompts) in enumerate(zip(settings, opened, strict=True))
         ]
         planned = config.batch.prompts * config.run.steps
         stream = cls(sources, planned, held_out)
@@ -143,7 +143,7 @@ class PromptStream:
     """Contents of a dataset row."""
 
     def _mixed(self) -> Mixing:
-        return Mixing.of([one.weight for one in self.sources], [len(one.prompts) for one in self.sources])
+        return Mixing.of([source.weight for source in self.sources], [len(source.prompts) for source in self.sources])
 
     @property
     def encoder(self) -> PromptEncoder:
@@ -176,9 +176,9 @@ class PromptStream:
         return encoder.text(row)
 
     def tokens(self, row: PromptRow) -> Sequence[int]:
-        """Return the token ids of a prompt. Raises InputError when it is too long for the run."""
+        """Return the token ids of a prompt. Raises InputError if it is too long for the run."""
         encoder = self._named[row.source].encoder
-        if row.images and self._cuts(row):  # where its images stand decides on what is cut
+        if row.images and self._cuts(row):  # the positions of images decide the cut
             return self._fitting(row, encoder.prompt(row)).tokens
         return self._fitting(row, EncodedPrompt(tuple(self._whole(row)))).tokens
 
@@ -200,8 +200,8 @@ class PromptStream:
         return encoder.encode(row) if self.environment is None else self.environment.measured(row, encoder)
 
     def _too_long(self, row: PromptRow, limit: int) -> bool:
-        perhaps = bool(row.images) or len(self.text(row).encode()) + TOKENS_AROUND > limit
-        return perhaps and len(self._whole(row)) > limit
+        may_exceed = bool(row.images) or len(self.text(row).encode()) + TOKENS_AROUND > limit
+        return may_exceed and len(self._whole(row)) > limit
 
     def leave_out_broken_images(self, seed: int) -> None:
         """Leave out rows with unreadable images, if configured. Raises InputError for others, and if none is left."""
@@ -249,7 +249,7 @@ class PromptStream:
         self._mixing = self._mixed()
 
     def lengths(self) -> list[int]:
-        """Return the number of tokens of each of the first prompts that the run will use."""
+        """Return the numbers of tokens of the run's first prompts."""
         return [len(self.tokens(row)) for row in self._first(SCANNED_PROMPTS)]
 
     def require_images(self, most: int) -> None:
@@ -257,18 +257,18 @@ class PromptStream:
         require_images(self._first(self.planned), most)
 
     def image_share(self) -> float:
-        """Return the share of the tokens of the first prompts that stand for images."""
+        """Return the share of image tokens in the first prompts."""
         rows = [*self._first(SEEN_PROMPTS)]
         return sum(map(self._image_tokens, rows)) / max(1, sum(len(self.tokens(row)) for row in rows))
 
     def _image_tokens(self, row: PromptRow) -> int:
         if self.environment is not None:
             return sum(part.tokens for part in self.encoded(row).media)
-        read = self._named[row.source].encoder.images().expansion
-        return sum(len(read(image.size())) for image in row.images)
+        expansion = self._named[row.source].encoder.images().expansion
+        return sum(len(expansion(image.size())) for image in row.images)
 
     def require_fit(self) -> None:
-        """Raise InputError for a prompt that is too long for the run: better now than at its step."""
+        """Raise InputError for a prompt that is too long, before the run rather than in its step."""
         if self.limit is None:
             return
         long = [row for row in self._first(self.planned) if self._too_long(row, self.limit)]
@@ -286,37 +286,39 @@ class PromptStream:
         rows: dict[str, list[PromptRow]] = {source.label: [] for source in self.sources}
         for row in self._first(self.planned):
             rows[row.source].append(row)
-        found = [*self._fitted]
+        notes = [*self._fitted]
         for source in self.sources:
-            found += source.prompts.notes
+            notes += source.prompts.notes
             if len(source.prompts) == 1 and source.prompts[0].prompt:
-                found.append(f"{source.label or source.prompts.label} has one row, on which every step trains")
-            held = [row for row in rows[source.label] if source.encoder.controls_in(row, texts=self.kind == "text")]
-            for row in held:
+                notes.append(f"{source.label or source.prompts.label} has one row, on which every step trains")
+            rows_with_controls = [
+                row for row in rows[source.label] if source.encoder.controls_in(row, texts=self.kind == "text")
+            ]
+            for row in rows_with_controls:
                 self.tokens(row)
-            found += source.encoder.notes_on(held, texts=self.kind == "text")
-            found += source.encoder.notes_on_places(rows[source.label])
-            found += source.encoder.notes_on_instructions(source.prompts.instructions)
-        return found
+            notes += source.encoder.notes_on(rows_with_controls, texts=self.kind == "text")
+            notes += source.encoder.notes_on_places(rows[source.label])
+            notes += source.encoder.notes_on_instructions(source.prompts.instructions)
+        return notes
 
     def observe(self, groups: Iterable[RolloutGroup]) -> None:
-        """Take note of how well the prompts of finished groups were solved."""
+        """Record the pass rates of finished groups."""
         for group in groups:
             self._named[group.prompt.source].order.observe(group)
 
     def state(self, since: int = 0) -> dict[str, Any]:
-        """Return the state of prompts from position `since` on, as JSON, by source."""
+        """Return the state of the orders from position `since` on, as JSON, by source."""
         turns = self._mixing.turns(since)
-        states = ((one.label, one.order.state(turn)) for one, turn in zip(self.sources, turns, strict=True))
+        states = ((source.label, source.order.state(turn)) for source, turn in zip(self.sources, turns, strict=True))
         return {label: state for label, state in states if state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned. Raises ValueError, TypeError or KeyError where it is not that."""
+        """Continue from the result of `state`. Raises ValueError, TypeError or KeyError for other values."""
         for label, saved in state.items():
             self._named[label].order.restore(saved)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the manifest's digest, to detect changed data on resume."""
+        """Return the digest of the data for the manifest, which shows changed data on resume."""
         prints = {source.label: source.prompts.fingerprint() for source in self.sources}
         return prints if len(prints) > 1 else prints[self.sources[0].label]
 
@@ -355,33 +357,33 @@ class PromptOrder:
 
     @classmethod
     def of(cls, prompts: PromptSource, data: DataConfig, seed: int, number: int = 0) -> PromptOrder:
-        """Return the order that `data` asks for. Raises InputError for a difficulty that is none."""
+        """Return the order that `data` configures. Raises InputError for invalid difficulties."""
         kind = PassRateOrder if data.order == "pass-rate" else PromptOrder
         difficulty = difficulties(prompts, data) if data.order == "difficulty" else None
         shuffle = data.shuffle and data.order != "as-written"
         return kind(len(prompts), seed, shuffle, number=number, difficulty=difficulty)
 
     def at(self, turn: int) -> int:
-        """Return the row that comes at a turn of the source (from 0)."""
+        """Return the row at a turn of the source (from 0)."""
         epoch, offset = divmod(turn, self.size)
         return int(self._rows(epoch)[offset])
 
     def observe(self, group: RolloutGroup) -> None:
-        """Take note of a finished group; this order follows from none."""
+        """Record a finished group. This order depends on none."""
 
     def state(self, since: int = 0) -> dict[str, Any]:
-        """Return the state from turn `since` on: none."""
+        """Return the state from turn `since` on: empty."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Continue from the result of `state`."""
 
     def _epoch(self, epoch: int) -> np.ndarray:
-        """Return the rows of one epoch in their order, int64 [size]."""
+        """Return the order of rows in an epoch, int64 [size]."""
         rows = np.arange(self.size)
         if self.shuffle:
-            # numpy keeps the streams of its bit generators the same between versions, but not what
-            # `Generator.permutation` makes of them. The number of the first source, 0, changes nothing.
+            # numpy keeps the streams of bit generators stable between versions, but not `Generator.permutation`. A
+            # trailing 0 (the first source) does not change a SeedSequence.
             draws = np.random.PCG64(np.random.SeedSequence((self.seed, epoch, self.number))).random_raw(self.size)
             rows = np.argsort(draws, kind="stable")
         return rows if self.difficulty is None else rows[np.argsort(self.difficulty[rows], kind="stable")]
@@ -402,7 +404,7 @@ class PassRateOrder(PromptOrder):
             min(max(rollout.reward or 0.0, 0.0), 1.0) if rollout.accuracy is None else rollout.accuracy
             for rollout in group.rollouts
         ]
-        if right:  # else a reward function failed on all of them
+        if right:  # otherwise a reward function failed on all rollouts
             self._rates[group.prompt.index] = sum(right) / len(right)
 
     def state(self, since: int = 0) -> dict[str, Any]:

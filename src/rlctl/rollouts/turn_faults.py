@@ -9,7 +9,7 @@ from dataclasses import dataclass
 THINK, THOUGHT = "<think>", "</think>"
 CALL_MARKS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
 BITS = {"malformed_thinking": 1, "invalid_tool_call": 2}
-"""The faults by their names in the section `advantage`, the stronger one last; their bits in the column `FAULTS`."""
+"""Bits of the faults in the column `FAULTS`, by key of the section `advantage`; the stronger fault is last."""
 
 
 def parts_of(text: str, *, opened: bool) -> tuple[str, str]:
@@ -26,21 +26,21 @@ def faults_of(text: str, *, opened: bool, called: bool, broken: bool) -> list[st
     if called:
         return []
     thought, answer = parts_of(text, opened=opened)
-    most, looked_at = (0, answer) if answer else (1, thought)
-    found = {
-        "malformed_thinking": any(looked_at.count(tag) > most for tag in (THINK, THOUGHT)),
-        "invalid_tool_call": broken or any(mark in looked_at for mark in CALL_MARKS),
+    allowed, judged = (0, answer) if answer else (1, thought)
+    faults = {
+        "malformed_thinking": any(judged.count(tag) > allowed for tag in (THINK, THOUGHT)),
+        "invalid_tool_call": broken or any(mark in judged for mark in CALL_MARKS),
     }
-    return [name for name, has_it in found.items() if has_it]
+    return [name for name, is_present in faults.items() if is_present]
 
 
 @dataclass(frozen=True)
 class JudgedTurn:
-    """A turn of the model, as it is judged."""
+    """A turn of the model, with its faults."""
 
     text: str
     spoken: str
-    """The text without its call of a tool."""
+    """The text without its tool call."""
     opened: bool
     called: bool
     faults: Sequence[str]
@@ -49,17 +49,17 @@ class JudgedTurn:
 def episode_faults(turns: Sequence[JudgedTurn]) -> set[str]:
     """Return an episode's faults, named as in `environment.no_reward`. Its answer is the last turn beyond a thought or
     call; an episode may end with a call."""
-    parts = [parts_of(one.spoken, opened=one.opened) for one in turns]
-    said = (
-        answer for one, (thought, answer) in zip(turns, parts, strict=True) if answer or not (thought or one.called)
+    parts = [parts_of(turn.spoken, opened=turn.opened) for turn in turns]
+    answers = (
+        answer for turn, (thought, answer) in zip(turns, parts, strict=True) if answer or not (thought or turn.called)
     )
     wrong_tags = (
-        THINK in one.text or one.text.count(THOUGHT) != one.opened or "malformed_thinking" in one.faults
-        for one in turns
+        THINK in turn.text or turn.text.count(THOUGHT) != turn.opened or "malformed_thinking" in turn.faults
+        for turn in turns
     )
-    found = {
+    faults = {
         "duplicated-thinking": any(thought and thought == answer for thought, answer in parts),
-        "empty-answer": not turns[-1].called and not (list(said) or [""])[-1],
+        "empty-answer": not turns[-1].called and not (list(answers) or [""])[-1],
         "malformed-thinking": any(wrong_tags),
     }
-    return {name for name, has_it in found.items() if has_it}
+    return {name for name, is_present in faults.items() if is_present}
