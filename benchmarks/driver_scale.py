@@ -27,10 +27,11 @@ from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.garbage import rare_garbage_collection
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.methods.rl.rollout_batch import make_batch
+from rlctl.methods.rl.rollout_metrics import rollout_metrics
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.source import RolloutBatch
-from rlctl.training.step_metrics import batch_metrics, selection_metrics
-from rlctl.training.train_batch import make_batch
+from rlctl.training.step_metrics import selection_metrics
 
 MUST_S = 2.0
 PROMPT_TOKENS = 200
@@ -80,7 +81,7 @@ def step(number: int, ledger: Ledger, method: Grpo, args: argparse.Namespace) ->
 
     timed("ledger", hand_over)
     batch = RolloutBatch(groups)
-    timed("metrics", lambda: batch_metrics(batch, number, compares=True))
+    timed("metrics", lambda: rollout_metrics(batch, number, compares=True))
     trained = timed("advantages", lambda: make_batch(batch.groups, method, 1))
     timed("metrics", lambda: selection_metrics(batch, trained))
     timed("packing", lambda: plan_batch(trained.minibatches, trained.columns, dp=args.dp, micro_batch_tokens=args.row))

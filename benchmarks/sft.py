@@ -39,8 +39,7 @@ from rlctl.report import charts
 from rlctl.rollouts.dataset import columns_of, group_of
 from rlctl.settings.data import DataConfig, ModelConfig
 from rlctl.settings.training import OptimizerConfig
-from rlctl.training.method import RunLoss
-from rlctl.training.train_batch import make_batch
+from rlctl.training.run_loss import RunLoss
 
 LIMITS = {"unpacked": 1.0, "packed": 1.5}
 """Tokens per second of rlctl are to be at least so many times those of the Trainer."""
@@ -91,7 +90,7 @@ class Steps:
             group_of(index, PromptRow(index, "", "", None), [text], columns_of([text]))
             for index, text in enumerate(texts)
         ]
-        batch = make_batch(groups, self._algorithm, 1)
+        batch = self._algorithm.train_batch(groups, 1)
         plan = plan_batch(batch.minibatches, batch.columns, dp=1, micro_batch_tokens=self._row_tokens, packing=packed)
         begun = now()
         self._worker.load_batch(plan.shards[0], list)

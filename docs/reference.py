@@ -98,6 +98,7 @@ SEAMS = {
     "rlctl.methods.rl.grpo": ("Grpo",),
     "rlctl.methods.rl.rl_config": ("RlConfig", "AlgorithmConfig"),
     "rlctl.methods.text_method": ("TextMethod",),
+    "rlctl.training.capabilities": ("PassBeforeStep", "ScalarHead", "PacksWholeGroups", "PrecomputesReference"),
     "rlctl.data.row_types": ("RowType", "TextRows"),
     "rlctl.environments.interface": ("Environment", "Step", "Ask"),
     "rlctl.backends.lookup": ("PolicyBackend", "EngineBackend"),

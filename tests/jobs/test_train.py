@@ -21,7 +21,7 @@ from rlctl.report.run_comparison import compare_memory, compare_run
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase
 from rlctl.training.agreement import LIMITS
-from rlctl.training.method import NAMES_OF_A_STEP
+from rlctl.training.step_metrics import NAMES_OF_A_STEP
 from support.processes import beyond_loopback, family_of
 from support.runs import (
     LIMIT_S,

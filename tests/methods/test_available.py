@@ -24,6 +24,7 @@ from rlctl.methods.available import (
     commands,
     config_class,
     defaults_of,
+    method_class,
     method_from_config,
     register,
 )
@@ -32,7 +33,8 @@ from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.policy_gradient import PolicyGradient
 from rlctl.methods.rl.rl_config import RlConfig
-from rlctl.training.method import RunLoss
+from rlctl.training.method import Feeds, Learns, Method
+from rlctl.training.run_loss import RunLoss
 from rlctl.training.user_loss import UserLoss
 from support.token_batches import token_batch
 
@@ -395,3 +397,15 @@ def test_a_users_loss_is_called_once_for_its_loss_and_its_metrics(losses: Path) 
     assert len(algorithm.user_loss.code.load().__globals__["calls"]) == 1
     assert batch.logprobs_R.grad is not None
     assert torch.isfinite(batch.logprobs_R.grad).all()
+
+
+def test_members_of_the_bases_are_used_by_two_methods_each() -> None:
+    """What one method alone needs is a capability (`training/capabilities.py`)."""
+    classes = {method_class(name) for name in BUILT_IN}
+    families = {base for made in classes if made for base in made.__mro__ if issubclass(base, Method)} - {Method}
+    members = [name for base in (Learns, Feeds) for name in {*vars(base), *vars(base).get("__annotations__", {})}]
+    members = [name for name in members if not name.startswith("_") and name != "config"]  # each instance has its own
+    assert len(members) + 1 <= 25
+    set_here = {name: sum(name in vars(family) for family in families) for name in members}
+    assert {name: count for name, count in set_here.items() if count < 2} == {}
+    assert len([name for name in vars(Method) if not name.startswith("_")]) <= 3

@@ -13,9 +13,8 @@ from rlctl.backends.batching.batch import MinibatchResult, TokenBatch
 from rlctl.errors import ConfigError
 from rlctl.methods.configuration import resolve
 from rlctl.methods.kto import Kto
-from rlctl.training.method import RunLoss
-from rlctl.training.train_batch import make_batch
-from support.groups import group
+from rlctl.training.run_loss import RunLoss
+from support.groups import text_group
 
 LENGTHS, GOOD, Z0, BETA = (3, 1, 4), (True, False, True), 0.4, 0.3
 
@@ -32,7 +31,7 @@ def batch() -> TokenBatch:
     zeros = torch.zeros_like(policy)
     return TokenBatch(
         logprobs_R=policy.requires_grad_(), entropy_R=zeros, rollout_logprobs_R=zeros,
-        advantages_R=torch.tensor([1.0 if GOOD[text] else -1.0 for text in rollout_R.tolist()]),
+        advantages_R=zeros, extra_R={"label": torch.tensor([float(GOOD[text]) for text in rollout_R.tolist()])},
         token_weights_R=torch.full_like(zeros, 1 / 3), counted_R=torch.ones_like(zeros, dtype=torch.bool),
         rollout_R=rollout_R, reference_logprobs_R=reference,
     )  # fmt: skip
@@ -63,11 +62,9 @@ def test_the_loss_and_its_gradient_are_those_of_the_paper() -> None:
 
 def test_the_text_next_to_a_completion_is_for_the_estimate_alone() -> None:
     algorithm = made("batch.prompts=2")
-    groups = [group(position, [0.0, 0.0], [3, 2]) for position in range(2)]
-    for one, label in zip(groups, (True, False), strict=True):
-        one.prompt.fields["label"] = label
-    train = make_batch(groups, algorithm, 1)
-    assert [(one.position, one.sample, one.advantage) for one in train.minibatches[0]] == [(0, 0, 1.0), (1, 0, -1.0)]
+    groups = [text_group(position, [3, 2]) for position in range(2)]
+    train = algorithm.train_batch(groups, 1)
+    assert [(one.position, one.sample) for one in train.minibatches[0]] == [(0, 0), (1, 0)]
     assert [one.token_weight for one in train.minibatches[0]] == [0.5, 0.5]
     others, loss, take = algorithm.before_training(train)
     assert [(one.position, one.sample) for one in others.minibatches[0]] == [(0, 1), (1, 1)]

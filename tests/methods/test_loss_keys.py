@@ -14,7 +14,8 @@ from rlctl.config.user_code import UserCode
 from rlctl.errors import ConfigError, InputError
 from rlctl.methods.available import ALGORITHMS, METHODS, config_class, defaults_of, method_from_config
 from rlctl.methods.configuration import resolve
-from rlctl.training.method import Method, RunLoss
+from rlctl.training.method import Method
+from rlctl.training.run_loss import RunLoss
 from rlctl.training.user_loss import UserLoss
 from support.token_batches import token_batch
 

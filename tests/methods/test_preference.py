@@ -15,9 +15,8 @@ from rlctl.errors import ConfigError
 from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.methods.preference import DpoConfig
-from rlctl.training.method import RunLoss
-from rlctl.training.train_batch import make_batch
-from support.groups import group
+from rlctl.training.run_loss import RunLoss
+from support.groups import text_group
 
 LENGTHS = [(3, 5), (2, 0), (4, 1)]
 """Tokens of the chosen and of the rejected completion of each pair."""
@@ -154,8 +153,8 @@ def test_keys_of_another_loss_are_refused() -> None:
 
 
 def test_optimizer_steps_divide_a_batch_between_pairs() -> None:
-    groups = [group(position, [0.0, 0.0], [3, 2]) for position in range(3)]
-    made = make_batch(groups, method_from_config(config()), 2)
+    groups = [text_group(position, [3, 2]) for position in range(3)]
+    made = method_from_config(config()).train_batch(groups, 2)
     assert [[(one.position, one.sample) for one in step] for step in made.minibatches] == [
         [(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 0), (2, 1)],
     ]  # fmt: skip

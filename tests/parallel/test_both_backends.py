@@ -12,7 +12,7 @@ from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
 from rlctl.methods.available import ALGORITHMS, BUILT_IN, method_from_config
 from rlctl.methods.configuration import resolve
-from rlctl.training.method import RunLoss
+from rlctl.training.run_loss import RunLoss
 from support.parallel_cases import Case, load_batch, make_worker
 from support.pool import Pools
 from support.reference_policy import hf_model, make_batch, megatron_weights

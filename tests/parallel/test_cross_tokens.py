@@ -20,7 +20,7 @@ from rlctl.data.rollouts import CHUNK, RolloutColumns
 from rlctl.data.texts import TrainedText
 from rlctl.methods.distill import Distill, DistillConfig
 from rlctl.rollouts.dataset import columns_of
-from rlctl.training.method import RunLoss
+from rlctl.training.run_loss import RunLoss
 from support.parallel_cases import Case, Model, assemble
 from support.pool import Pools, slowly
 from support.reference_policy import Optim, hf_model, megatron_weights

@@ -15,7 +15,7 @@ from rlctl.backends.base import Teaching
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
 from rlctl.methods.rl.distillation import Distillation, DistillationRlConfig
-from rlctl.training.method import RunLoss
+from rlctl.training.run_loss import RunLoss
 from support.parallel_cases import WEIGHT, Case, Model, assemble
 from support.pool import Pools, slowly
 from support.reference_policy import Optim, advantage, hf_model, make_batch, megatron_weights

@@ -20,8 +20,7 @@ from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.settings.training import OptimizerConfig
-from rlctl.training.method import RunLoss
-from rlctl.training.train_batch import make_batch
+from rlctl.training.run_loss import RunLoss
 from support import parallel_cases
 from support.parallel_cases import Case, make_worker, wholes
 from support.pool import Pools
@@ -39,7 +38,7 @@ def run_images(rank: int, case: Case, model: Path) -> tuple[MinibatchResult | No
     """The result and the gradient of a step that changes nothing."""
     parallel_cases.WORKERS["toy"] = ImageWorker
     worker = make_worker(rank, case, model, optimizer=OptimizerConfig(clip_grad=0))
-    batch = make_batch(ImageSource(lambda columns: columns).next(0).groups, sft(), 1)
+    batch = sft().train_batch(ImageSource(lambda columns: columns).next(0).groups, 1)
     plan = plan_batch(
         batch.minibatches, batch.columns, dp=case.parallel.dp, micro_batch_tokens=ROW, packing=case.packing,
         share_prompts=case.share_prompts, multiple=case.parallel.row_multiple,

@@ -25,8 +25,7 @@ from rlctl.methods.kto import Kto
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.rollouts.dataset import columns_of, group_of
 from rlctl.settings.training import OptimizerConfig
-from rlctl.training.method import RunLoss
-from rlctl.training.train_batch import make_batch
+from rlctl.training.run_loss import RunLoss
 from support.parallel_cases import Case, make_worker, wholes
 from support.pool import Pools
 from support.reference_policy import facts, hf_model
@@ -62,14 +61,15 @@ def algorithm_of(name: str) -> Algorithm:
 def batch_of(name: str) -> TrainBatch:
     groups = []
     for position in range(5):
-        texts, fields = texts_of(position, pairs=name != "sft"), {"label": position % 2 == 0}
-        extra = {}
+        texts = texts_of(position, pairs=name != "sft")
+        tokens = sum(len(text.tokens_T) for text in texts)
+        extra = {"label": np.full(tokens, position % 2 == 0, np.float32)} if name == "kto" else {}
         if name == "rm":
             texts = [text.scored() for text in texts]
             tokens = sum(len(text.tokens_T) for text in texts)
             extra = {"margin": np.full(tokens, MARGINS[position], np.float32)} if position in MARGINS else {}
-        groups.append(group_of(position, PromptRow(0, "", "", None, fields), texts, columns_of(texts, extra)))
-    return make_batch(groups, algorithm_of(name), 1)
+        groups.append(group_of(position, PromptRow(0, "", "", None), texts, columns_of(texts, extra)))
+    return algorithm_of(name).train_batch(groups, 1)
 
 
 def divergence() -> float:

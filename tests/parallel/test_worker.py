@@ -15,7 +15,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.methods.rl.gspo import Gspo
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.settings.training import LoraConfig
-from rlctl.training.method import RunLoss
+from rlctl.training.run_loss import RunLoss
 from support.parallel_cases import (
     Case,
     assemble,

@@ -26,7 +26,7 @@ from rlctl.errors import ConfigError, InputError
 from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import from_sources, registry, resolve
 from rlctl.methods.rl.advantages import overlong_penalty
-from rlctl.methods.rl.algorithm import refuse_async
+from rlctl.methods.rl.rollout_method import refuse_async
 from rlctl.models.catalog import lookup
 from rlctl.preparation.open_model import published_facts
 from rlctl.preparation.prepare import loggers_of

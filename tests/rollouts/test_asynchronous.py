@@ -20,8 +20,8 @@ import pytest
 from rlctl.backends.messages import GroupRequest, SampledGroup
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.errors import ConfigError, InputError, WaitTimeoutError, WorkerError
-from rlctl.methods.rl.algorithm import refuse_async
 from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.methods.rl.rollout_method import refuse_async
 from rlctl.rollouts import asynchronous, scored_groups
 from rlctl.rollouts.asynchronous import GROUPS_FILE, AsynchronousSource
 from rlctl.rollouts.scored_groups import Scorers

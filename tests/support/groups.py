@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Rollout, RolloutGroup
+from rlctl.rollouts.dataset import TextGroup, TextLengths
 
 PROMPT_TOKENS = 5
 
@@ -24,3 +25,9 @@ def group(
     )  # fmt: skip
     prompt = PromptRow(position, f"row {position}", f"question {position}", None)
     return RolloutGroup(position, prompt, rollouts, f"columns{position}", f"texts{position}")
+
+
+def text_group(position: int, response_tokens: Sequence[int]) -> TextGroup:
+    """A dataset row with texts of these lengths."""
+    texts = tuple(TextLengths(PROMPT_TOKENS, PROMPT_TOKENS + count, count) for count in response_tokens)
+    return TextGroup(position, PromptRow(position, f"row {position}", "", None), texts, f"columns{position}")

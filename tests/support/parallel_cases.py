@@ -39,7 +39,7 @@ from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.settings.training import LoraConfig, OptimizerConfig, QuantizationConfig
-from rlctl.training.method import RunLoss
+from rlctl.training.run_loss import RunLoss
 from support.pool import Published
 from support.reference_policy import Optim, advantage, facts, prompt_tokens, reference_weights, token_loss
 

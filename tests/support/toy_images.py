@@ -20,8 +20,7 @@ from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import MediaPart
 from rlctl.data.texts import TrainedText
-from rlctl.rollouts.dataset import columns_of, group_of
-from rlctl.rollouts.source import RolloutBatch
+from rlctl.rollouts.dataset import TextBatch, columns_of, group_of
 
 PLACEHOLDER, VOCAB, SIDE = 5, 61, 2
 
@@ -64,13 +63,13 @@ class ImageSource:
 
     put: Any
 
-    def next(self, version: int) -> RolloutBatch:
+    def next(self, version: int) -> TextBatch:
         found = []
         for position in range(4):
             texts = [text(position, sample, position % 3) for sample in range(2)]
             row = PromptRow(0, "toy", "", None)
             found.append(group_of(position, row, texts, self.put(columns_of(texts))))
-        return RolloutBatch(tuple(found))
+        return TextBatch(tuple(found))
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -16,8 +16,7 @@ from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import LOSS_WEIGHTS
 from rlctl.data.texts import TrainedText
 from rlctl.methods.text_method import TextMethod
-from rlctl.rollouts.dataset import columns_of, group_of
-from rlctl.rollouts.source import RolloutBatch
+from rlctl.rollouts.dataset import TextBatch, columns_of, group_of
 from rlctl.telemetry.metrics import Metric
 
 IMITATED = "imitated"
@@ -44,13 +43,13 @@ class ToySource:
     def __init__(self) -> None:
         self.position = 0
 
-    def next(self, version: int) -> RolloutBatch:
+    def next(self, version: int) -> TextBatch:
         positions = range(self.position, self.position + 3)
         self.position += 3
         row = PromptRow(0, "toy", "", None)
         texts = {place: ([text(place)], extra(place)) for place in positions}
         groups = (group_of(place, row, own, put(columns_of(own, more))) for place, (own, more) in texts.items())
-        return RolloutBatch(tuple(groups))
+        return TextBatch(tuple(groups))
 
     def state(self) -> dict[str, Any]:
         return {"position": self.position}

@@ -23,8 +23,7 @@ from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.rollouts.dataset import columns_of, group_of
 from rlctl.settings.training import LoraConfig, OptimizerConfig
-from rlctl.training.method import RunLoss
-from rlctl.training.train_batch import make_batch
+from rlctl.training.run_loss import RunLoss
 from support.parallel_cases import Case, make_worker, wholes
 from support.vision_models import square
 
@@ -118,7 +117,7 @@ def run_vision(rank: int, given: VisionCase, directory: Path) -> Outcome:
         own = texts(directory, position)
         longest = max(longest, own[0].prompt_tokens + sum(text.answered_tokens for text in own))
         groups.append(group_of(position, PromptRow(0, "vision", "", None), own, columns_of(own)))
-    batch = make_batch(tuple(groups), sft(), 1)
+    batch = sft().train_batch(tuple(groups), 1)
     plan = plan_batch(
         batch.minibatches, batch.columns, dp=case.parallel.dp, micro_batch_tokens=longest, packing=case.packing,
         dynamic=case.dynamic, share_prompts=case.share_prompts, multiple=case.parallel.row_multiple,

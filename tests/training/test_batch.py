@@ -15,7 +15,7 @@ from rlctl.data.rollouts import RolloutGroup
 from rlctl.methods.rl.advantages import group_advantages, whitened, whitened_rollouts
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
-from rlctl.training.train_batch import make_batch
+from rlctl.methods.rl.rollout_batch import make_batch
 from support.groups import group
 
 

@@ -15,9 +15,11 @@ import torch
 
 from rlctl.backends.batching.batch import MinibatchResult, Rounded, TokenBatch, TrainBatch
 from rlctl.errors import DivergenceError, InputError, RlctlError
-from rlctl.methods.rl.algorithm import FILTERED, Algorithm
+from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.methods.rl.rollout_method import FILTERED
+from rlctl.methods.rl.rollout_metrics import reward_parts
 from rlctl.report.page import page
 from rlctl.report.reported_run import ReportedRun
 from rlctl.rollouts.source import RolloutBatch
@@ -27,8 +29,7 @@ from rlctl.telemetry.phases import Phase, StepTimer
 from rlctl.training.agreement import Agreement
 from rlctl.training.health import Health
 from rlctl.training.loop import Loop, Parts
-from rlctl.training.method import RunLoss, declared
-from rlctl.training.step_metrics import reward_parts
+from rlctl.training.run_loss import RunLoss, declared
 from support.groups import group
 
 

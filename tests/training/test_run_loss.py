@@ -17,7 +17,7 @@ from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.telemetry.metrics import Metric
-from rlctl.training.method import RunLoss
+from rlctl.training.run_loss import RunLoss
 from support.token_batches import token_batch
 
 

@@ -118,7 +118,7 @@ def contexts_of(tokens: int, episode: EpisodeFacts | None) -> list[tuple[int, in
 
 @dataclass(frozen=True)
 class Rollout:
-    """The scalars of one sampled and scored rollout, or of a text of a dataset, which has no versions."""
+    """The scalars of one sampled and scored rollout."""
 
     position: int
     """Place of its prompt in the endless order of prompts; all rollouts of a group share it."""
@@ -183,13 +183,15 @@ class RolloutGroup:
     columns: object
     """Handle of the group's `RolloutColumns`."""
     texts: object | None
-    """Handle of completion texts, `list[str]` of length G; None: dataset texts."""
+    """Handle of completion texts, `list[str]` of length G; None: they are not kept."""
     transcripts: object | None = None
     """Handle of episodes by turn, `list[list[Turn]]` of length G; None without an environment."""
     dropped: tuple[str, ...] = ()
     """The error of a reward function on each rollout that is not among `rollouts` for that reason."""
-    for_teacher: Rollout | None = None
-    """The text in a teacher's tokenization, another sample of `columns`; None: the policy's tokens."""
+
+    @property
+    def sequences(self) -> tuple[Rollout, ...]:
+        return self.rollouts
 
     @property
     def rewards_G(self) -> np.ndarray:

@@ -50,6 +50,7 @@ from rlctl.runs.directory import Checkpoint, RunDirectory
 from rlctl.settings.config import RolloutConfig
 from rlctl.settings.data import DataConfig
 from rlctl.training.agreement import error_limit
+from rlctl.training.capabilities import ScalarHead
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved
     values = [value for value in stored_values(stored["config"]) if value.key not in left_out]
     resolved = from_sources([Source(values, shared=True), Source(asked.given(), shared=True)], RolloutConfig)
     method = method_class(resolved.config.run.algorithm)
-    if method is not None and method.valued:
+    if method is not None and issubclass(method, ScalarHead):
         raise InputError(
             f"--run-dir {directory} holds a reward model, which scores texts and writes none.",
             f"Export it (rlctl convert megatron-to-hf {directory} DIR), and score with --reward model:DIR.",

@@ -98,7 +98,7 @@ class RunPolicy:
             f"the policy is back: {report.bytes / 1e6:.0f} MB of version {version} in the engines in "
             f"{sum(report.seconds.values()):.1f} s, {report.verified} tensors compared, all equal"
         )
-        if not self._job.method.new_tokens:  # engines of validation alone
+        if not self._job.config.turn_tokens:  # engines of validation alone
             self._sync.to_policy()
 
     def take_turn(self) -> None:

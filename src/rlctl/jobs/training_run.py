@@ -37,7 +37,7 @@ from rlctl.report.run_report import LiveReport, write_report
 from rlctl.rewards.reward_worker import RewardWorker
 from rlctl.rollouts.dataset import HeldOutTexts, TextStream
 from rlctl.rollouts.scored_groups import Scorers
-from rlctl.rollouts.source import RolloutBatch, RolloutSource
+from rlctl.rollouts.source import Batch, RolloutBatch, RolloutSource
 from rlctl.rollouts.validation import Validated, Validation
 from rlctl.runs.directory import Checkpoint, RunDirectory
 from rlctl.runs.interrupt import StopRequest
@@ -53,10 +53,11 @@ from rlctl.telemetry.metrics import LOSS, Metrics, MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
 from rlctl.telemetry.terminal import colored
 from rlctl.training.agreement import error_limit
+from rlctl.training.capabilities import HasCritic, PrecomputesReference, SampledByEngines
 from rlctl.training.health import Health
 from rlctl.training.loop import Loop, Parts
-from rlctl.training.method import SourceParts, ValidationParts
 from rlctl.training.reference_logprobs import precompute_reference
+from rlctl.training.running_parts import SourceParts, ValidationParts
 from rlctl.training.saving import Saver, newest_intact
 
 SHOWN_METRICS = ("reward_mean", "accuracy")
@@ -192,16 +193,17 @@ def _train(
             start_run_workers(job.workers_spec(), run.logs, display.doing, load, ray.early, display.say)
         )
         policy = workers.policy
-        if job.method.reference_before_training:
+        if isinstance(job.method, PrecomputesReference) and job.method.reference_before_training:
             display.doing("log-probs of the reference model")
             _precompute_reference(job, run, policy)
         resume_from = _load_newest(run, policy, display, manifest) if resume else None
         loggers = _loggers(job, run, resume_from, display, stack)
         sync = None
         if workers.engines is not None:
-            trained = resume_from is not None or not job.method.new_tokens
+            trained = resume_from is not None or not job.config.turn_tokens
             sync = _weight_sync(job, workers, None if trained else job.source, display, stack)
-        if (agreement := job.method.agreement(job.dtype)) is not None and agreement.note:
+        agreement = job.method.agreement(job.dtype) if isinstance(job.method, SampledByEngines) else None
+        if agreement is not None and agreement.note:
             display.say(agreement.note)
         saver = Saver(run, policy, job.config, display.say)
         stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
@@ -215,14 +217,14 @@ def _train(
             source=rollouts,
             method=job.method,
             policy=policy,
-            sync=sync if job.method.new_tokens else None,
+            sync=sync if job.config.turn_tokens else None,
             saver=saver,
             journal=journal,
             agreement=agreement,
             health=Health(job.config.checks),
             timer=timer,
             validation=validation,
-            critic=job.method.open_critic(policy),
+            critic=job.method.open_critic(policy) if isinstance(job.method, HasCritic) else None,
             recovery=recovery_of(job, run, workers, sync, saver, display),
         )
         steps = loop(job.config, parts, step=step, version=version)
@@ -433,10 +435,10 @@ class RunJournal:
             self.say(one_line(example, name, self._display.width))
         self._report.step()
 
-    def keep_rollouts(self, step: int, batch: RolloutBatch) -> None:
+    def keep_rollouts(self, step: int, batch: Batch) -> None:
         """Write some rollouts to rollouts/; the best and the worst are shown with every so many steps."""
         shows = self._show_every > 0 and (step - 1) % self._show_every == 0
-        if not (sampled := _sampled(batch.groups)):
+        if not isinstance(batch, RolloutBatch) or not (sampled := _sampled(batch.groups)):
             return
         pairs = chosen(sampled, max(self._kept, 2 * shows))
         samples = [self._sample(step, group, rollout) for group, rollout in pairs]

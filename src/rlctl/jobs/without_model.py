@@ -38,7 +38,7 @@ def check_without_model(config: RlctlConfig, completion: str | None = None) -> C
     passed, skipped, trials = list[str](), list[str](), list[Trial]()
     opened = list[PromptSource]()
     method = method_from_config(config, tries_loss=False)
-    scored = _scored(config, method)
+    scored = _scored(config)
     for one in _sources(config):
         name = one.label or str(one.data.name)
         try:
@@ -66,9 +66,9 @@ def _sources(config: RlctlConfig) -> tuple[SourceSettings, ...]:
     return () if alone else source_settings(config)
 
 
-def _scored(config: RlctlConfig, method: Method) -> bool:
+def _scored(config: RlctlConfig) -> bool:
     own = any(one.reward.terms or (one.data.name or "").startswith(GYM_PREFIX) for one in _sources(config))
-    return method.has_scores(own)
+    return config.has_scores(own)
 
 
 def _validation(config: RlctlConfig, method: Method, opened: list[PromptSource]) -> Iterator[str]:

@@ -18,10 +18,13 @@ from rlctl.config.plugins import EntryPointGroup, find_plugin, load_plugin, orig
 from rlctl.config.section import Section, given_keys
 from rlctl.config.user_code import UserCode, is_reference
 from rlctl.errors import ConfigError, InputError, RlctlError, suggest
+from rlctl.methods.rl.advantage_trial import require_advantages
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.settings.config import RlctlConfig, RolloutConfig
-from rlctl.training.method import NAMES_OF_A_STEP, Method
+from rlctl.training.method import Method
+from rlctl.training.step_metrics import NAMES_OF_A_STEP
+from rlctl.training.trial import require_loss
 from rlctl.training.user_loss import UserLoss
 
 Factory = Callable[[Any], Method]
@@ -150,7 +153,9 @@ def method_from_config(config: RlctlConfig, *, tries_loss: bool = True) -> Metho
         needs = ",".join(sorted(method.requires | method.needs))
         raise ConfigError(f"The {what} needs {' and '.join(missing)}.", f"Add --set loss.needs=[{needs}].")
     if config.run.algorithm not in BUILT_IN:
-        method.try_out(what)
+        if isinstance(method, Algorithm):
+            require_advantages(method, method.config.batch.generations, what)
+        require_loss(method, what)
     if function := method.config.loss.function:
         options = method.config.loss
         loss = UserLoss.tried(function, options.params, options, method.needs, method.teacher_top)

@@ -64,6 +64,10 @@ class DistillConfig(SftConfig):
     def named_teacher(self) -> TextTeacherConfig | None:
         return self.teacher if self.teacher.model else None
 
+    @property
+    def teacher_has_tokenizer(self) -> bool:
+        return self.teacher.own_tokenizer
+
     @model_validator(mode="after")
     def validate_projected_distribution(self) -> DistillConfig:
         if self.teacher.own_tokenizer and self.distillation.outside == "tail":
@@ -94,10 +98,6 @@ class Distill(Sft):
     def __init__(self, config: DistillConfig) -> None:
         super().__init__(config)
         self.metrics = (OF_TOP[0], ALIGNED if config.teacher.own_tokenizer else OF_TOP[1], *Sft.metrics)
-
-    @property
-    def reads_with_own_tokenizer(self) -> bool:
-        return self.config.teacher.own_tokenizer
 
     @property
     def teacher_top(self) -> int:

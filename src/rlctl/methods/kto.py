@@ -15,18 +15,17 @@ for z0 alone. The reference is the model that the run began with. Suffix N: the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from rlctl.backends.batching.batch import LossOutput, MicroBatchLoss, MinibatchResult, TokenBatch, TrainBatch
+from rlctl.backends.batching.batch import LossOutput, MinibatchResult, TokenBatch, TrainBatch
 from rlctl.config.facts import Flag
 from rlctl.config.section import PositiveNumber, Section
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import RolloutGroup
 from rlctl.data.row_types import RowType
 from rlctl.data.texts import TrainedText, text_from_record, trained_texts, without_field
 from rlctl.errors import InputError
@@ -34,13 +33,14 @@ from rlctl.methods.text_method import TextMethod, per_text
 from rlctl.settings.config import TextConfig
 from rlctl.settings.data import DataConfig
 from rlctl.telemetry.metrics import Metric
+from rlctl.training.capabilities import PassBefore, PassBeforeStep
 
 if TYPE_CHECKING:
     import torch
 
 GOOD, BAD = "good", "bad"
 LABEL = "label"
-"""Field that says whether a completion is good."""
+"""Field that says whether a completion is good, and column of its texts with 1 or 0."""
 FORM = "A row has `prompt`, `completion` and a `label` that is true or false. Pairs are for `train dpo`."
 TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 """Values of that field, also as texts of a CSV file."""
@@ -50,6 +50,7 @@ class LabelRows(RowType):
     """Completions with a `label`, true or false; the completion of another prompt stands next to each."""
 
     needs_another = True
+    numbers = (LABEL,)
 
     def read(self, record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
         if LABEL not in record:
@@ -57,7 +58,7 @@ class LabelRows(RowType):
         good = TRUTH.get(str(record[LABEL]).lower())
         if good is None:
             raise InputError(f"{where}: the field {LABEL!r} is neither true nor false.", "It says whether it is good.")
-        row = text_from_record({**record, LABEL: good}, index, where, data)
+        row = text_from_record({**record, LABEL: int(good)}, index, where, data)
         if len(row.answer) != 1:
             hint = "Give `prompt` and `completion`."
             raise InputError(f"{where}: a text without a prompt has no label to learn.", hint)
@@ -92,7 +93,7 @@ class KtoConfig(TextConfig):
     preference: KtoSettings = KtoSettings()
 
 
-class Kto(TextMethod):
+class Kto(TextMethod, PassBeforeStep):
     """Kahneman-Tversky optimization on rows with `prompt`, `completion` and `label`, true for good and false for bad.
 
     The reference is the model that the run begins with.
@@ -107,7 +108,6 @@ class Kto(TextMethod):
         "rlctl train kto --resume --run-dir runs/my-run",
     )
     rows = LabelRows()
-    sequences = 2
     requires = frozenset({"reference_logprobs"})
     metrics = (
         Metric(GOOD, "sum"),
@@ -123,21 +123,15 @@ class Kto(TextMethod):
         super().__init__(config)
         self.z0 = z0
 
-    def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
-        """Return 1 for a good completion and -1 for a bad one, and 0 for the text next to it."""
-        return [np.array([1.0 if group.prompt.fields[LABEL] else -1.0, 0.0]) for group in groups]
-
     def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
         """Return the weight of a completion in the mean over completions; the texts next to them are not trained on."""
-        weights_N = per_text(len(response_tokens_N), self.sequences)
+        weights_N = per_text(len(response_tokens_N), 2)
         weights_N[1::2] = 0.0
         return weights_N
 
-    def before_training(
-        self, batch: TrainBatch
-    ) -> tuple[TrainBatch, MicroBatchLoss, Callable[[Sequence[MinibatchResult]], None]]:
-        texts = [*batch.skipped, *(rollout for one in batch.minibatches for rollout in one)]
-        others = tuple(rollout._replace(token_weight=1.0) for rollout in texts if rollout.sample == 1)
+    def before_training(self, batch: TrainBatch) -> PassBefore:
+        texts = [*batch.skipped, *(text for minibatch in batch.minibatches for text in minibatch)]
+        others = tuple(text._replace(token_weight=1.0) for text in texts if text.sample == 1)
         columns = {one.position: batch.columns[one.position] for one in others}
         return TrainBatch((others,), columns), _Divergence(), self._take_divergence
 
@@ -170,7 +164,7 @@ class Kto(TextMethod):
         return spread | {"kl": batch.logprobs_R.new_tensor(self.z0)}
 
     def _good(self, batch: TokenBatch) -> torch.Tensor:
-        return _summed(batch.advantages_R, batch) > 0
+        return _summed(batch.extra_R[LABEL], batch) > 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Kto, (self.config, self.z0)

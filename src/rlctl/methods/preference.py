@@ -28,12 +28,12 @@ from pydantic import Field, model_validator
 from rlctl.backends.batching.batch import TokenBatch
 from rlctl.config.facts import Flag
 from rlctl.config.section import PositiveNumber, Section
-from rlctl.data.rollouts import RolloutGroup
 from rlctl.data.row_types import PairRows
 from rlctl.data.texts import REFERENCE
 from rlctl.methods.text_method import TextMethod, per_text
 from rlctl.settings.config import TextConfig
 from rlctl.telemetry.metrics import Metric
+from rlctl.training.capabilities import PacksWholeGroups, PrecomputesReference
 
 if TYPE_CHECKING:
     import torch
@@ -190,24 +190,18 @@ def measure_pairs(pairs: Pairs, metrics: Sequence[Metric]) -> dict[str, torch.Te
     return {name: pairs.spread(values_P) for name, values_P in found.items() if name in declared}
 
 
-class PairMethod(TextMethod):
-    """Compares the two completions of a pair, which are in one packed row."""
+class PairMethod(TextMethod, PacksWholeGroups):
+    """Compares the two completions of a pair."""
 
     rows = PairRows()
-    sequences = 2
-    whole_groups = True
     packed_texts = 2
-
-    def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
-        """Return 1 for the chosen completion and -1 for the rejected one."""
-        return [np.array([1.0, -1.0]) for _ in groups]
 
     def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
         """Return the weight of a pair in the mean over pairs."""
-        return per_text(len(response_tokens_N), self.sequences)
+        return per_text(len(response_tokens_N), 2)
 
 
-class Dpo(PairMethod):
+class Dpo(PairMethod, PrecomputesReference):
     """Direct preference optimization on rows with `prompt`, `chosen` and `rejected`.
 
     The reference is the model that the run begins with.

@@ -23,6 +23,7 @@ from rlctl.methods.preference import PAIRS, REWARDS, PairMethod, Pairs, measure_
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.run import OwnLossConfig
 from rlctl.telemetry.metrics import Metric
+from rlctl.training.capabilities import Refuses, ScalarHead
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +48,7 @@ class RmConfig(RlctlConfig):
         return self
 
 
-class RewardModel(PairMethod):
+class RewardModel(PairMethod, ScalarHead, Refuses):
     """A reward model on rows with `prompt`, `chosen` and `rejected`: a scalar head, and the loss of Bradley and Terry.
 
     `rlctl convert megatron-to-hf RUN DIR` exports it, and `--reward model:DIR` of `train grpo` scores with it.
@@ -62,7 +63,6 @@ class RewardModel(PairMethod):
         "rlctl train rm --model ./my-model --data pairs.jsonl --val-data others.jsonl --gpu cpu",
         "rlctl train rm --resume --run-dir runs/my-run",
     )
-    valued = True
     rows = MarginPairRows()
     metrics = (Metric(PAIRS, "sum"), *REWARDS)
 

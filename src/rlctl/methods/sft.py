@@ -12,12 +12,12 @@ import numpy as np
 
 from rlctl.backends.batching.batch import TokenBatch
 from rlctl.data.row_types import TextRows
-from rlctl.methods.rl.advantages import token_weights
 from rlctl.methods.text_method import TextMethod
 from rlctl.settings.config import TextConfig
 from rlctl.settings.data import TextDataConfig
 from rlctl.settings.run import TextLossConfig
 from rlctl.telemetry.metrics import Metric
+from rlctl.training.token_weights import token_weights
 
 if TYPE_CHECKING:
     import torch

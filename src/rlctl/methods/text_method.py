@@ -1,33 +1,37 @@
-"""The base of training methods that read texts from a dataset: no rollouts, and engines for `validation.answers`."""
+"""The base of methods that train on the texts of a dataset. Engines start only for `validation.answers`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rlctl.data.rollouts import RolloutGroup
-from rlctl.methods.rl.advantages import token_weights
-from rlctl.rollouts.source import RolloutSource
+from rlctl.backends.batching.batch import TrainBatch, WeightedRollout
 from rlctl.settings.training import LogprobColumn
 from rlctl.telemetry.metrics import LOSS, Metric
-from rlctl.training.method import Method, SourceParts, ValidationParts
+from rlctl.training.capabilities import PrecomputesReference, ScalarHead
+from rlctl.training.method import Method
+from rlctl.training.step_metrics import length_metrics
+from rlctl.training.token_weights import token_weights
+from rlctl.training.train_batch import without_idle
 
 if TYPE_CHECKING:
     from rlctl.models.facts import ModelFacts
     from rlctl.planner.inputs.request import Workload
-    from rlctl.rollouts.dataset import HeldOutTexts, TextStream
+    from rlctl.rollouts.dataset import DatasetSource, HeldOutTexts, TextBatch, TextGroup, TextStream
     from rlctl.rollouts.prompt_order import PromptStream
     from rlctl.rollouts.validation import Validation
+    from rlctl.training.running_parts import SourceParts, ValidationParts
 
 LOSS_COLUMN = Metric(LOSS, "sum", column="loss", form=".4f")
 
 
 class TextMethod(Method):
-    """Learns from the texts of a dataset."""
+    """Trains on the texts of a dataset; a subclass gives at least `token_loss`."""
 
     packed_texts: ClassVar[int] = 1
     """Texts of a dataset row that are planned as one sequence."""
@@ -41,7 +45,7 @@ class TextMethod(Method):
             tokens,
             needs=self.needs,
             size=self.packed_texts,
-            valued=self.valued,
+            valued=isinstance(self, ScalarHead),
             teacher_top=self.teacher_top,
         )
 
@@ -54,7 +58,7 @@ class TextMethod(Method):
 
     def open_data(self, model_dir: Path) -> PromptStream:
         stream = self.stream.open(self.config, model_dir, self.rows)
-        stream.precomputes = self.reference_before_training
+        stream.precomputes = isinstance(self, PrecomputesReference) and self.reference_before_training
         return stream
 
     def open_validation(self, prompts: PromptStream, model_dir: Path) -> HeldOutTexts | None:
@@ -63,7 +67,7 @@ class TextMethod(Method):
         assert isinstance(prompts, TextStream)  # `open_data` has made it
         return HeldOutTexts.open(self.config, prompts, model_dir)
 
-    def source(self, parts: SourceParts) -> AbstractContextManager[RolloutSource]:
+    def source(self, parts: SourceParts) -> AbstractContextManager[DatasetSource]:
         from rlctl.rollouts.dataset import DatasetSource, TextStream
 
         assert isinstance(parts.prompts, TextStream)
@@ -76,20 +80,48 @@ class TextMethod(Method):
 
     @property
     def needs(self) -> frozenset[LogprobColumn]:
-        own: Sequence[LogprobColumn] | None = self.config.loss.needs
-        return self.requires if own is None else frozenset(own)
+        needs: Sequence[LogprobColumn] | None = self.config.loss.needs
+        return self.requires if needs is None else frozenset(needs)
 
     @property
     def columns(self) -> tuple[Metric, ...]:
         return (LOSS_COLUMN,)
 
-    def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
-        """Return zeros: no text is better than another."""
-        return [np.zeros(len(group.rollouts)) for group in groups]
+    def batch_metrics(self, batch: TextBatch, version: int) -> dict[str, Any]:
+        return length_metrics(batch.groups)
 
     def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
-        """Return the weights of a mean over the tokens of the batch."""
+        """Return the weight of each token of the texts of a mini-batch; float64 [N]. Here: a mean over all tokens."""
         return token_weights(response_tokens_N, "token", 1)
+
+    def train_batch(self, groups: Sequence[TextGroup], optimizer_steps: int) -> TrainBatch:
+        """Return the texts as mini-batches of whole rows, without texts of weight 0."""
+        parts = [part for part in np.array_split(np.arange(len(groups)), optimizer_steps) if len(part)]
+        minibatches = [self._minibatch(groups[part[0] : part[-1] + 1]) for part in parts]
+        batch = without_idle(minibatches, {group.position: group.columns for group in groups}, needs_advantage=False)
+        teacher_texts = {group.position: group for group in groups if group.for_teacher is not None}
+        if not teacher_texts:
+            return batch
+        for_teacher = tuple(
+            tuple(_for_teacher(teacher_texts[text.position], text) for text in minibatch)
+            for minibatch in batch.minibatches
+        )
+        return replace(batch, for_teacher=for_teacher)
+
+    def _minibatch(self, groups: Sequence[TextGroup]) -> tuple[WeightedRollout, ...]:
+        texts = [(group.position, sample, text) for group in groups for sample, text in enumerate(group.texts)]
+        weights_N = self.token_weights(np.array([text.response_tokens for *_, text in texts]))
+        return tuple(
+            WeightedRollout(position, sample, text.prompt_tokens, text.tokens, advantage=0.0, token_weight=weight)
+            for (position, sample, text), weight in zip(texts, weights_N.tolist(), strict=True)
+        )
+
+
+def _for_teacher(group: TextGroup, text: WeightedRollout) -> WeightedRollout:
+    """Return a text in the teacher's tokenization, which follows the row's texts in their columns."""
+    lengths = group.for_teacher
+    assert lengths is not None
+    return text._replace(sample=len(group.texts), prompt_tokens=lengths.prompt_tokens, tokens=lengths.tokens)
 
 
 def per_text(count: int, sequences: int) -> np.ndarray:

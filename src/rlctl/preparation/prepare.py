@@ -75,7 +75,9 @@ from rlctl.telemetry.loggers import wanted_loggers
 from rlctl.telemetry.metrics import Metric
 from rlctl.telemetry.phases import Phase
 from rlctl.telemetry.start_watch import bounded_wait
-from rlctl.training.method import Method, declared
+from rlctl.training.capabilities import HasCritic, Refuses
+from rlctl.training.method import Method
+from rlctl.training.run_loss import declared
 from rlctl.transport.available import storing, transport_facts
 
 log = logging.getLogger(__name__)
@@ -139,7 +141,8 @@ class Job:
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """The metrics that are computed while the run trains."""
-        return (*declared(self.method), *(CRITIC_METRICS if self.method.critic else ()))
+        critic = self.method.critic if isinstance(self.method, HasCritic) else None
+        return (*declared(self.method), *(CRITIC_METRICS if critic else ()))
 
     def workers_spec(self) -> RunWorkersSpec:
         """The processes to start. The engines read no weights: the first refit fills them."""
@@ -282,24 +285,25 @@ def prepare_job(
     copies = starts is not None
     model, teacher = open_model(config.model, tell, copies=copies), open_teacher(config, tell, copies=copies)
     source, facts = model.source, model.facts
-    method.refuse_model(source.directory)
+    if isinstance(method, Refuses):
+        method.refuse_model(source.directory)
     _tell_of_overflow(tell, config, facts)
     prompts = method.open_data(source.directory)
     resolved = _with_epochs(resolved, prompts)
     config = resolved.config
-    if teacher and config.named_teacher and not method.reads_with_own_tokenizer:
+    if teacher and config.named_teacher and not config.teacher_has_tokenizer:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
     with bounded_wait():  # rewards are tried in processes with limits
         rewards = _tried_rewards(config, method, prompts, completion)
         validation = method.open_validation(prompts, source.directory)
     _require_few_images(config, prompts, validation)
-    own = teacher if method.reads_with_own_tokenizer else None
+    own = teacher if config.teacher_has_tokenizer else None
     projection = _projection(config, prompts, validation, own) if own else None
     resolved = _without_idle_time(resolved, prompts, rewards)
     resolved, length = _with_max_length(resolved, facts, method, prompts)
     resolved = _with_epochs(resolved, prompts)  # with fewer rows where some are left out
     notes = [*prompts.notes(), *_repeated_rows(resolved.config, prompts)]
-    prompt_tokens, new = prompts.lengths(), method.new_tokens
+    prompt_tokens, new = prompts.lengths(), method.config.turn_tokens
     if validation:
         validation = validation.fitted(length - 1 if new else length, prompts.room)
     _tell_of_little_room(tell, prompt_tokens, new, length)
@@ -442,7 +446,7 @@ def check_plan(
 def _checked_plan(
     resolved: Resolved, facts: ModelFacts, method: Method, assume: str | None, teacher: ModelFacts | None
 ) -> Plan:
-    new, length = method.new_tokens, resolved.config.model.max_length
+    new, length = method.config.turn_tokens, resolved.config.model.max_length
     if length is not None and length > facts.max_length:
         hint = "Lower it, or set model.extend_positions=true."
         raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", hint)
@@ -455,10 +459,12 @@ def _checked_plan(
             f"generation.stop_token_ids names {beyond[0]}, and the model has {facts.vocab:,} tokens.",
             "Leave them out (--set generation.stop_token_ids=[]): the model's own end tokens always end a completion.",
         )
-    method.refuse(resolved.config)
+    if isinstance(method, Refuses):
+        method.refuse(resolved.config)
     planned, plan = runnable_plan(resolved, facts, method, assume, teacher=teacher)
     config = planned.config
-    method.refuse(config)
+    if isinstance(method, Refuses):
+        method.refuse(config)
     if config.training.offload and not plan.colocated:
         raise ConfigError(
             "training.offload = true has no effect with generation.colocated = false: policy and engines "
@@ -501,8 +507,9 @@ def step_plan(
 
 
 def _scores(method: Method, prompts: PromptStream | None) -> bool:
-    sources = prompts.sources if prompts and method.rewarded else ()
-    return method.has_scores(bool(sources) and any_reward((one.label, one.reward, one.prompts) for one in sources))
+    sources = prompts.sources if prompts and method.config.rollout_settings else ()
+    scorers = bool(sources) and any_reward((one.label, one.reward, one.prompts) for one in sources)
+    return method.config.has_scores(scorers)
 
 
 def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
@@ -520,7 +527,7 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
     teacher = published_teacher(config, tell)
     prompts = _prompts_here(resolved, method, tell)
     planned, length = _with_max_length(resolved, facts, method, prompts)
-    if (new := method.new_tokens) >= length:
+    if (new := method.config.turn_tokens) >= length:
         raise _no_room(new, length)
     plan = step_plan(planned.config, facts, method, prompts, teacher, ASSUMED_GPU, top)
     if config.cluster.gpu == "auto" and not plan.cluster.is_cpu and not local_gpus():
@@ -581,7 +588,7 @@ def _with_max_length(
     resolved: Resolved, facts: ModelFacts, method: Method, prompts: PromptStream | None
 ) -> tuple[Resolved, int]:
     """The configuration with `model.max_length`, and the value. Raises InputError for a prompt that is too long."""
-    length, new = resolved.config.model.max_length, method.new_tokens
+    length, new = resolved.config.model.max_length, method.config.turn_tokens
     if length is None:
         longest = max(prompts.lengths()) if prompts else assumed_prompt(facts)
         length = room_for(facts, longest, resolved.config.new_tokens if new else 0)

@@ -45,7 +45,9 @@ from rlctl.settings.config import EngineConfig, RlctlConfig
 from rlctl.settings.generation import RefitConfig
 from rlctl.settings.run import ClusterConfig
 from rlctl.settings.training import LoraConfig, QuantizationConfig, TrainingConfig
-from rlctl.training.method import CriticSettings, Method
+from rlctl.training.capabilities import HasCritic, PacksWholeGroups, ScalarHead
+from rlctl.training.method import Method
+from rlctl.training.running_parts import CriticSettings
 
 if TYPE_CHECKING:
     from rlctl.refit.sync import WeightSync
@@ -511,7 +513,8 @@ def training_of(plan: Plan) -> TrainingChoice:
 
 def planned_truncation(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: Method | None) -> Truncation | None:
     """The truncated sampling that a policy is trained on, with ties as the run's engines treat them."""
-    truncation = method.truncation(facts.vocab) if method else None
+    rollouts = config.rollout_settings if method else None
+    truncation = Truncation.from_config(rollouts.generation, facts.vocab) if rollouts else None
     if truncation is None or (engines := config.engine_settings) is None:
         return truncation
     exact = engine_backend(engines.generation.backend).exact_top_k(device_of(plan))
@@ -535,7 +538,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: M
         dtype=resolve_dtype(config.model.dtype, device_of(plan)),
         device=device_of(plan),
         optimizer=config.optimizer,
-        temperature=method.temperature if method else 1.0,
+        temperature=config.rollout_settings.generation.temperature if method and config.rollout_settings else 1.0,
         truncation=planned_truncation(config, facts, plan, method),
         never=facts.never_sampled if plan.generation is not None else (),
         threads=training.threads,
@@ -550,8 +553,8 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: M
         router_replay=config.training.router_replay,
         lora=config.training.lora,
         quantization=config.training.quantization,
-        critic=planned_critic(config, method.critic, plan) if method and method.critic else None,
-        valued=method is not None and method.valued,
+        critic=planned_critic(config, method.critic, plan) if isinstance(method, HasCritic) and method.critic else None,
+        valued=isinstance(method, ScalarHead),
         megatron=config.megatron.passed,
         ddp=config.ddp.passed,
     )
@@ -595,7 +598,7 @@ def planned_teacher(
     of the most likely tokens of each position of a teacher are needed. It computes as the policy does, without its
     adapters, quantization, critic, routers that follow the engines, and fields that are passed through."""
     assert plan.teacher is not None  # it was planned with the policy
-    own, top = (method.reads_with_own_tokenizer, method.teacher_top) if method else (False, 0)
+    own, top = (config.teacher_has_tokenizer, method.teacher_top) if method else (False, 0)
     choice, vocab = plan.teacher.choice, teacher.vocab if own else min(student.vocab, teacher.vocab)
     spec = replace(
         planned_policy(config, student, plan, method),
@@ -636,7 +639,7 @@ def planned_workers(
     """
     policy = replace(planned_policy(config, facts, plan, method), model_dir=model_dir)
     max_length = max_length or config.model.max_length or plan.workload.max_length
-    engines, pairs = None, method is not None and method.whole_groups
+    engines, pairs = None, isinstance(method, PacksWholeGroups)
     if plan.generation is not None and (with_engines := config.engine_settings):
         engines = planned_engines(
             with_engines, facts, plan, model_dir, max_length, colocated=plan.colocated, dummy_weights=dummy_weights

@@ -45,7 +45,7 @@ from rlctl.rehearsal.shrink import (
     usual_letter,
 )
 from rlctl.rehearsal.stand_ins import generated_rows, names_of_data, write_model
-from rlctl.rollouts.source import RolloutBatch
+from rlctl.rollouts.source import Batch
 from rlctl.runs.directory import RunDirectory
 from rlctl.settings.config import RlctlConfig
 from rlctl.telemetry.metrics import read_metrics
@@ -176,12 +176,12 @@ def _write_stand_ins(config: RlctlConfig, method: Method, plan: Plan, folder: Pa
         except AbsentError as error:
             path = folder / f"rows_{number}.jsonl"
             generated_rows(
-                path, data, rewards, method.rows, plain=method.reads_with_own_tokenizer,
+                path, data, rewards, method.rows, plain=config.teacher_has_tokenizer,
                 images=plan.facts.vision is not None,
             )  # fmt: skip
             rows.append((name, path))
             found.stand_ins.append((f"rows of {name}", f"generated sums; {error.message}"))
-    if method.new_tokens:
+    if config.turn_tokens:
         (folder / "rehearsal.py").write_text(VARYING)
         said = "the share of some letters is added to the rewards, and one letter ends completions"
         found.stand_ins.append(("success of a random model", said))
@@ -237,7 +237,7 @@ def _size(path: Path) -> str:
 class KilledLoop(Loop):
     """Kills its own process after the first step, as a machine that fails would."""
 
-    def sample(self) -> RolloutBatch:
+    def sample(self) -> Batch:
         if self.step:
             self.parts.saver.finish()
             os.kill(os.getpid(), signal.SIGKILL)

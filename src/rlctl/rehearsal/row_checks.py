@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from rlctl.data.prompt_rows import PromptRow, answer_text
 from rlctl.errors import InputError
-from rlctl.methods.available import method_from_config
 from rlctl.models.facts import ModelFacts
 from rlctl.preparation.prepare import Job
 from rlctl.rewards.reward_plan import RewardPlan
@@ -38,7 +37,7 @@ def look_at_rows(job: Job, config: RlctlConfig, facts: ModelFacts, generated: Co
 
 def _notices_of_rows(job: Job, source: OpenedSource, config: RlctlConfig, facts: ModelFacts) -> Iterator[str]:
     length = config.model.max_length or facts.max_length
-    new = method_from_config(config, tries_loss=False).new_tokens
+    new = config.turn_tokens
     limit, job.prompts.limit = job.prompts.limit, None
     name, kind, deadline = source.label or source.prompts.label, job.prompts.kind, time.monotonic() + MOST_S
     failed: list[str] = []

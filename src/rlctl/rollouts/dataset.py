@@ -1,10 +1,9 @@
-"""Dataset texts as training batches, without sampling. A row is a group: one text, or a pair with the chosen one first.
-Texts have no rewards."""
+"""Dataset texts as training batches. The texts of a row are a group: one text, or a pair with the chosen one first."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from rlctl.data.control_tokens import trimmed
 from rlctl.data.cross_tokens import chunks, read_text
 from rlctl.data.holdout import open_validation
 from rlctl.data.prompt_rows import PromptRow, PromptSource
-from rlctl.data.rollouts import CHUNK, TEACHER_SAMPLE, Rollout, RolloutColumns, RolloutGroup
+from rlctl.data.rollouts import CHUNK, RolloutColumns
 from rlctl.data.texts import (
     REFERENCE,
     REFERENCE_FIELDS,
@@ -31,7 +30,7 @@ from rlctl.data.texts import (
 from rlctl.errors import ConfigError, InputError
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import TOKENS_AROUND, OpenedSource, PromptOrder, PromptStream
-from rlctl.rollouts.source import RolloutBatch, sample_seed
+from rlctl.rollouts.source import sample_seed
 from rlctl.rollouts.validation import FIRST_POSITION, metric_of_the_best, times_of
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.rewards import RewardConfig
@@ -41,10 +40,52 @@ from rlctl.telemetry.metrics import LOSS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FROM_DATA = "data"
-"""Stop reason of a text that nobody sampled."""
 ReferenceLogps = dict[str, tuple[float, float]]
 """Log-probs of the chosen and the rejected completion under the reference, by `reference_key` of the row."""
+
+
+@dataclass(frozen=True)
+class TextLengths:
+    """The lengths of one text of a row. Its tokens are a sample of the row's columns."""
+
+    prompt_tokens: int
+    """Tokens before the first one with a loss."""
+    tokens: int
+    response_tokens: int
+    """Tokens of the answer: with a loss, or scored together."""
+    images: int = 0
+    image_tokens: int = 0
+
+    @classmethod
+    def of(cls, text: TrainedText) -> TextLengths:
+        images = sum(part.tokens for part in text.media)
+        return cls(text.prompt_tokens, len(text.tokens_T), text.answered_tokens, len(text.media), images)
+
+
+@dataclass(frozen=True)
+class TextGroup:
+    """The texts of one dataset row."""
+
+    position: int
+    """Place of the row in the endless order of rows."""
+    row: PromptRow
+    texts: tuple[TextLengths, ...]
+    columns: object
+    """Handle of the texts' token columns (`RolloutColumns`) in the object store."""
+    for_teacher: TextLengths | None = None
+    """The text in the teacher's tokenization, the sample of `columns` after `texts`; None: the policy's tokens."""
+
+    @property
+    def sequences(self) -> tuple[TextLengths, ...]:
+        return self.texts
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """The rows of a step, in training order."""
+
+    groups: tuple[TextGroup, ...]
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 class TextStream(PromptStream):
@@ -272,7 +313,7 @@ class HeldOutTexts:
             requests.append(GroupRequest(position, prompt.tokens, seeds, media=prompt.media))
         return requests, rows
 
-    def groups(self) -> tuple[RolloutGroup, ...]:
+    def groups(self) -> tuple[TextGroup, ...]:
         return groups_of(self.stream, {FIRST_POSITION + place: row for place, row in enumerate(self.rows)})
 
 
@@ -283,8 +324,8 @@ class DatasetSource:
         self._rows, self._stream = config.batch.prompts, stream
         self._ledger = Ledger()
 
-    def next(self, version: int) -> RolloutBatch:
-        """Return the groups of the next rows. A batch whose rows are all too long is passed over."""
+    def next(self, version: int) -> TextBatch:
+        """Return the next rows, skipping batches whose rows are all too long."""
         dropped = 0
         while True:
             positions = self._ledger.take(self._rows)
@@ -293,7 +334,7 @@ class DatasetSource:
             self._ledger.hand_over(positions)
             dropped += len(positions) - len(groups)
             if groups:
-                return RolloutBatch(groups, {"dropped_rows": dropped} if dropped else {})
+                return TextBatch(groups, {"dropped_rows": dropped} if dropped else {})
 
     def state(self) -> dict[str, Any]:
         return dict(self._ledger.state())
@@ -312,22 +353,19 @@ class DatasetSource:
             ) from error
 
 
-def groups_of(stream: TextStream, rows: Mapping[int, PromptRow]) -> tuple[RolloutGroup, ...]:
+def groups_of(stream: TextStream, rows: Mapping[int, PromptRow]) -> tuple[TextGroup, ...]:
     """Return the groups of rows by their positions, with their columns in the object store."""
-    found = []
+    groups = []
     for position, row in rows.items():
         if not (texts := stream.texts(row)):
             continue
         if stream.teacher is None:
-            columns = columns_of(texts, stream.further_columns(row, texts))
-            found.append(group_of(position, row, texts, put(columns)))
+            groups.append(group_of(position, row, texts, put(columns_of(texts, stream.further_columns(row, texts)))))
         else:
             other, chunk_T = stream.for_teacher(row, texts)
-            both = group_of(position, row, (*texts, other), put(columns_of((*texts, other), {CHUNK: chunk_T})))
-            found.append(
-                replace(both, rollouts=both.rollouts[:TEACHER_SAMPLE], for_teacher=both.rollouts[TEACHER_SAMPLE])
-            )
-    return tuple(found)
+            columns = put(columns_of((*texts, other), {CHUNK: chunk_T}))
+            groups.append(group_of(position, row, texts, columns, other))
+    return tuple(groups)
 
 
 def _question(row: PromptRow) -> object:
@@ -339,27 +377,12 @@ def reference_key(row: PromptRow) -> str:
     return f"{row.source}:{row.index}"
 
 
-def group_of(position: int, row: PromptRow, texts: Sequence[TrainedText], columns: object) -> RolloutGroup:
-    """Return a group of texts, whose token columns `columns` holds."""
-    rollouts = tuple(
-        Rollout(
-            position=position,
-            sample=sample,
-            seed=0,
-            versions=(),
-            stop_reason=FROM_DATA,
-            prompt_tokens=text.prompt_tokens,
-            tokens=len(text.tokens_T),
-            response_tokens=text.answered_tokens,
-            reward=None,
-            terms={},
-            accuracy=None,
-            images=len(text.media),
-            image_tokens=sum(part.tokens for part in text.media),
-        )
-        for sample, text in enumerate(texts)
-    )
-    return RolloutGroup(position, row, rollouts, columns, None)
+def group_of(
+    position: int, row: PromptRow, texts: Sequence[TrainedText], columns: object, for_teacher: TrainedText | None = None
+) -> TextGroup:
+    """Return a row's group of texts, whose token columns `columns` holds."""
+    lengths = tuple(TextLengths.of(text) for text in texts)
+    return TextGroup(position, row, lengths, columns, TextLengths.of(for_teacher) if for_teacher else None)
 
 
 def columns_of(texts: Sequence[TrainedText], extra_T: Mapping[str, np.ndarray] | None = None) -> RolloutColumns:

@@ -7,7 +7,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,13 +17,65 @@ import numpy as np
 from rlctl.data.rollouts import Rollout, RolloutGroup
 
 
+class Lengths(Protocol):
+    """The lengths of one trained sequence: a rollout, or a text of a dataset."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the first response token."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """All tokens."""
+        ...
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens with a loss."""
+        ...
+
+    @property
+    def images(self) -> int: ...
+
+    @property
+    def image_tokens(self) -> int: ...
+
+
+class Group(Protocol):
+    """The trained sequences of one position."""
+
+    @property
+    def position(self) -> int: ...
+
+    @property
+    def columns(self) -> object:
+        """Handle of their token columns in the object store."""
+        ...
+
+    @property
+    def sequences(self) -> Sequence[Lengths]: ...
+
+
+class Batch(Protocol):
+    """The groups of a step, in training order: finished rollouts (`RolloutBatch`), or rows of a dataset
+    (`dataset.TextBatch`)."""
+
+    @property
+    def groups(self) -> Sequence[Group]: ...
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """Values that the source measured while it made the batch, by their names in metrics.jsonl."""
+        ...
+
+
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Finished groups: sampled and scored, or read. Their order is the order in which they are trained on."""
+    """Finished groups of sampled and scored rollouts."""
 
     groups: tuple[RolloutGroup, ...]
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """Values that the source measured while it made the batch, by their names in metrics.jsonl."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -35,7 +87,7 @@ class RolloutSource(Protocol):
     `batch.prompts` trainable groups plus the replaced ones, which the loop drops and whose positions are handed over
     too."""
 
-    def next(self, version: int) -> RolloutBatch:
+    def next(self, version: int) -> Batch:
         """Return the next batch for a policy with weights `version`."""
         ...
 

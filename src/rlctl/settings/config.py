@@ -110,9 +110,23 @@ class RlctlConfig(Section):
         return None
 
     @property
+    def teacher_has_tokenizer(self) -> bool:
+        """Whether the teacher reads the texts with another tokenizer than the policy's."""
+        return False
+
+    @property
     def learns_from_rewards(self) -> bool:
         """Whether rewards make advantages; if not, a run need not have any."""
         return False
+
+    def has_scores(self, scorers: bool) -> bool:
+        """Return whether rollouts are scored. `scorers`: the data or the configuration name some."""
+        return False
+
+    @property
+    def turn_tokens(self) -> int:
+        """Largest number of tokens that a rollout samples in one turn; 0: the method samples no rollouts."""
+        return 0
 
     @property
     def samples_while_training(self) -> bool:
@@ -236,6 +250,13 @@ class RolloutConfig(EngineConfig):
     @property
     def samples_while_training(self) -> bool:
         return self.rollouts.mode == "async"
+
+    def has_scores(self, scorers: bool) -> bool:
+        return scorers or (self.learns_from_rewards and not self.environment.name)
+
+    @property
+    def turn_tokens(self) -> int:
+        return self.generation.max_new_tokens
 
     @property
     def rollout_timeout_s(self) -> float:

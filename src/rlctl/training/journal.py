@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from rlctl.refit.records import RefitReport
-from rlctl.rollouts.source import RolloutBatch
+from rlctl.rollouts.source import Batch
 from rlctl.rollouts.validation import Validated
 
 
@@ -24,7 +24,7 @@ class Journal(Protocol):
     def refitted(self, report: RefitReport) -> None:
         """Report the first refit."""
 
-    def keep_rollouts(self, step: int, batch: RolloutBatch) -> None:
+    def keep_rollouts(self, step: int, batch: Batch) -> None:
         """Write some rollouts of a step to the run directory."""
 
     def validated(self, step: int, result: Validated) -> None:

@@ -26,7 +26,7 @@ from rlctl.backends.clients import PolicyClient
 from rlctl.errors import DivergenceError, InputError, RlctlError, first_line
 from rlctl.garbage import rare_garbage_collection
 from rlctl.refit.sync import WeightSync
-from rlctl.rollouts.source import RolloutBatch, RolloutSource
+from rlctl.rollouts.source import Batch, RolloutSource
 from rlctl.rollouts.validation import Validation
 from rlctl.runs.interrupt import StopRequest
 from rlctl.settings.config import RlctlConfig
@@ -34,12 +34,14 @@ from rlctl.telemetry.phases import Phase, StepTimer
 from rlctl.training.agreement import Agreement
 from rlctl.training.health import Health
 from rlctl.training.journal import Journal
-from rlctl.training.method import Critic, Method, RunLoss
+from rlctl.training.method import Method
 from rlctl.training.recovery import NoRecovery
+from rlctl.training.run_loss import RunLoss
+from rlctl.training.running_parts import Critic
 from rlctl.training.saving import Saver
 from rlctl.training.schedule import learning_rate, weight_decay
-from rlctl.training.step_metrics import batch_metrics, optimizer_metrics, packing_metrics, selection_metrics, timed
-from rlctl.training.train_batch import estimate_first, make_batch
+from rlctl.training.step_metrics import optimizer_metrics, packing_metrics, selection_metrics, timed
+from rlctl.training.train_batch import run_pass_before
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Loop:
         version = self.version
         with self._saving_what_is_trained():
             batch = survive(self.sample, self)
-        metrics = batch_metrics(batch, version, compares=self.parts.method.compares_rewards)
+        metrics = parts.method.batch_metrics(batch, version)
         metrics |= survive(partial(self.train_on, batch), self, trains=True)
         parts.recovery.trained(self.step, version, batch)
         metrics |= {**survive(self.refit, self), **batch.metrics, **at_start}
@@ -126,30 +128,29 @@ class Loop:
         parts.journal.log(step, timed(metrics, parts.timer))
         return metrics, ending
 
-    def sample(self) -> RolloutBatch:
+    def sample(self) -> Batch:
         """Return the batch of the next step."""
         return self.parts.source.next(self.version)
 
-    def train_on(self, batch: RolloutBatch) -> dict[str, Any]:
+    def train_on(self, batch: Batch) -> dict[str, Any]:
         """Train on the groups that the method keeps, if any; the policy then has its next version."""
         policy, method, timer, config = self.parts.policy, self.parts.method, self.parts.timer, self.config
-        train_batch = make_batch(batch.groups, method, config.batch.optimizer_steps)
+        train_batch = method.train_batch(batch.groups, config.batch.optimizer_steps)
         lr = learning_rate(self.step, config.run.steps, config.optimizer.lr, config.scheduler)
         decay = weight_decay(self.step, config.run.steps, config.optimizer.weight_decay, config.scheduler)
         self.version += 1
         metrics = {"lr": lr, "skipped_steps": 0, **selection_metrics(batch, train_batch)}
-        metrics |= method.step_metrics(batch.groups)
         if not train_batch.minibatches:
             return metrics
         with timer(Phase.LOGPROBS):
-            estimate_first(policy, method, train_batch)
+            run_pass_before(policy, method, train_batch)
         with timer(Phase.TRAINING):
             packing = policy.load_batch(train_batch)
         with timer(Phase.LOGPROBS):
             for column in sorted(method.needs):
                 policy.add_logprobs(column)
-            if (estimate := method.token_advantages) is not None:
-                policy.estimate(estimate)
+            if train_batch.estimate is not None:
+                policy.estimate(train_batch.estimate)
         critic, results = self.parts.critic, list[MinibatchResult]()
         if critic is not None:
             with timer(Phase.CRITIC):

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from rlctl.cluster.workers import WorkerDiedError, cause_of
 from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
-from rlctl.rollouts.source import RolloutBatch
+from rlctl.rollouts.source import Batch
 from rlctl.training.saving import Saver
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Steps(Protocol):
     step: int
     version: int
 
-    def train_on(self, batch: RolloutBatch) -> object: ...
+    def train_on(self, batch: Batch) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Trained:
     """Steps before it."""
     version: int
     """The weights that were trained on it."""
-    batch: RolloutBatch
+    batch: Batch
 
 
 class NoRecovery:
@@ -70,7 +70,7 @@ class NoRecovery:
         """Return what `part` returns. `trains`: it is done in the policy's turn on shared devices."""
         return part()
 
-    def trained(self, step: int, version: int, batch: RolloutBatch) -> None:
+    def trained(self, step: int, version: int, batch: Batch) -> None:
         """Take note of a batch that the weights of `version` were trained on after `step` steps."""
 
     def metrics(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Recovery(NoRecovery):
         self._since: list[Trained] = []
         self._causes: list[str] = []
 
-    def trained(self, step: int, version: int, batch: RolloutBatch) -> None:
+    def trained(self, step: int, version: int, batch: Batch) -> None:
         """Keep the batch, and drop those that the newest checkpoint was trained on."""
         self._since = [one for one in self._since if one.step >= self._saver.saved]
         self._since.append(Trained(step, version, batch))

@@ -14,7 +14,6 @@ from rlctl.config.files import write_json
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.rollouts.dataset import ReferenceLogps, TextStream, groups_of, reference_key
 from rlctl.training.method import Method
-from rlctl.training.train_batch import make_batch
 
 KEPT_EVERY = 100
 """Batches after which log-probs are written."""
@@ -50,7 +49,7 @@ def _computed(policy: PolicyClient, method: Method, stream: TextStream, rows: li
     groups = groups_of(stream, dict(enumerate(rows)))
     if not groups:
         return {}
-    policy.load_batch(make_batch(groups, method, 1))
+    policy.load_batch(method.train_batch(groups, 1))
     found: ReferenceLogps = {}
     for position, handles in policy.export_logprobs().items():
         parts: GroupLogprobs = {key: one for part in fetch(list(handles)) for key, one in part.items()}

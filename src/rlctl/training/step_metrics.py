@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from operator import attrgetter
@@ -10,16 +9,31 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.backends.batching.batch import MinibatchResult, TrainBatch, WeightedRollout, equal_up_to_rounding
+from rlctl.backends.batching.batch import MinibatchResult, TrainBatch, WeightedRollout
 from rlctl.backends.batching.packing import PackingStats
-from rlctl.data.rollouts import LIMIT_REASONS, Rollout
 from rlctl.rollouts.ledger import ranges
-from rlctl.rollouts.source import RolloutBatch
+from rlctl.rollouts.source import Batch, Group, Lengths
 from rlctl.telemetry.phases import ASIDE, StepTimer
 
+NAMES_OF_A_STEP = frozenset({
+    "accuracy", "answered_fraction", "critic", "dropped_groups", "dropped_rollouts", "dropped_rows", "entropy",
+    "grad_norm", "groups_without_signal", "image_tokens_mean", "images",
+    "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lost_engines", "lr",
+    "micro_batches", "missing_groups", "offloaded_bytes", "optimizer_steps", "padding_fraction",
+    "policy_failure", "policy_restarts",
+    "positions", "prompt_tokens_mean",
+    "refit_seconds", "refit_verified", "response_tokens_max", "response_tokens_mean", "reward_by_source",
+    "reward_error", "reward_mean", "reward_std", "reward_terms", "rollout_tokens", "sampled_rollouts",
+    "sampling_rounds", "scorer_failures", "seconds", "skipped_fraction", "skipped_rollouts", "skipped_steps",
+    "staleness", "step", "stop_reasons", "system", "tokens", "tokens_by_version", "tokens_per_s", "trained_tokens",
+    "truncated_fraction", "unshared_tokens", "validation", "validation_at_start", "versions_since_admission",
+    "weight_version",
+})  # fmt: skip
+"""Names in metrics.jsonl of steps of any method, which no method's metric may have."""
 
-def selection_metrics(batch: RolloutBatch, trained: TrainBatch) -> dict[str, Any]:
-    """Return the groups that are not trained on, and the rollouts that are not computed for lack of a gradient."""
+
+def selection_metrics(batch: Batch, trained: TrainBatch) -> dict[str, Any]:
+    """Return the number of groups that are not trained on, and of sequences skipped because they have no gradient."""
     computed = sum(int(column(one, "tokens").sum()) for one in trained.minibatches)
     skipped = int(column(trained.skipped, "tokens").sum())
     return {
@@ -29,110 +43,29 @@ def selection_metrics(batch: RolloutBatch, trained: TrainBatch) -> dict[str, Any
     }
 
 
-def batch_metrics(batch: RolloutBatch, version: int, *, compares: bool) -> dict[str, Any]:
-    """Return what the scalars of a batch say that is trained on by the weights of `version`; `compares`: the rewards of
-    a group are compared with each other. Suffix N: its rollouts."""
-    rollouts = batch.rollouts
-    rewards_N = np.array([reward for one in rollouts if (reward := one.reward) is not None], dtype=np.float64)
-    response_N, tokens_N = column(rollouts, "response_tokens"), column(rollouts, "tokens")
-    rewards = {}
-    if len(rewards_N):
-        rewards = {
-            "reward_mean": float(rewards_N.mean()),
-            "reward_std": float(rewards_N.std()),
-            **reward_parts(batch),
+def length_metrics(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return lengths, images and positions of the sequences of a batch."""
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    response_N = column(sequences, "response_tokens")
+    images = {}
+    if column(sequences, "images").any():  # images of a prompt are counted once for its group
+        images = {
+            "images": sum(max((one.images for one in group.sequences), default=0) for group in groups),
+            "image_tokens_mean": float(column(sequences, "image_tokens").mean()),
         }
-        if compares:
-            without_signal = [_compares_equal([one.reward or 0.0 for one in group.rollouts]) for group in batch.groups]
-            rewards["groups_without_signal"] = float(np.mean(without_signal))
-    accuracy_N = [accuracy for one in rollouts if (accuracy := one.accuracy) is not None]
-    accuracy = {"accuracy": float(np.mean(accuracy_N))} if len(accuracy_N) == len(rollouts) else {}
-    answered_N = [answered for one in rollouts if (answered := one.answered) is not None]
-    sampled = [rollout for rollout in rollouts if rollout.versions]
     return {
-        **rewards,
-        **accuracy,
-        **({"answered_fraction": float(np.mean(answered_N))} if answered_N else {}),
         "response_tokens_mean": float(response_N.mean()),
         "response_tokens_max": int(response_N.max()),
-        "prompt_tokens_mean": float(column(rollouts, "prompt_tokens").mean()),
-        **image_metrics(batch, rollouts),
-        "tokens": int(tokens_N.sum()),
-        "positions": ranges(group.position for group in batch.groups),
-        **(sampling_metrics(sampled, version) if sampled else {}),
+        "prompt_tokens_mean": float(column(sequences, "prompt_tokens").mean()),
+        **images,
+        "tokens": int(column(sequences, "tokens").sum()),
+        "positions": ranges(group.position for group in groups),
     }
 
 
-def column(rollouts: Sequence[Rollout | WeightedRollout], name: str) -> np.ndarray:
-    """Return the integers that rollouts have as `name`; int64 [N]."""
-    return np.fromiter(map(attrgetter(name), rollouts), np.int64, len(rollouts))
-
-
-def image_metrics(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return the images of a batch's prompts, counted once for a group, and the mean of a rollout's image tokens; empty
-    where there are none."""
-    if not column(rollouts, "images").any():
-        return {}
-    images = sum(max((one.images for one in group.rollouts), default=0) for group in batch.groups)
-    return {"images": images, "image_tokens_mean": float(column(rollouts, "image_tokens").mean())}
-
-
-def sampling_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, Any]:
-    """Return how rollouts ended that engines have sampled, and which weights sampled them."""
-    first_N = np.array([rollout.versions[0][0] for rollout in rollouts])
-    reasons = Counter([rollout.stop_reason for rollout in rollouts])
-    return {
-        "truncated_fraction": sum(reasons[reason] for reason in LIMIT_REASONS) / len(rollouts),
-        "sampled_rollouts": len(rollouts),
-        "rollout_tokens": int(column(rollouts, "tokens").sum()),
-        **episode_metrics(rollouts),
-        "stop_reasons": dict(sorted(reasons.items())),
-        "weight_version": int(first_N.min()),
-        "staleness": {"mean": float((version - first_N).mean()), "max": int((version - first_N).max())},
-        "tokens_by_version": tokens_by_version(rollouts),
-    }
-
-
-def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return the turns of episodes with an environment, and the means of what is counted in them."""
-    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
-    if not episodes:
-        return {}
-    names = sorted({name for one in episodes for name in one.counts})
-    turns = [one.turns for one in episodes]
-    counts = {name: float(np.mean([one.counts.get(name, 0.0) for one in episodes])) for name in names}
-    return {"turns_mean": float(np.mean(turns)), "turns_max": max(turns), "environment": counts}
-
-
-def tokens_by_version(rollouts: Sequence[Rollout]) -> list[list[int]]:
-    """Return [version, response tokens that its weights chose] of each version, the oldest first."""
-    found: Counter[int] = Counter()
-    for rollout in rollouts:
-        for version, tokens in rollout.versions:
-            found[version] += tokens
-    return [[version, found[version]] for version in sorted(found)]
-
-
-def _compares_equal(rewards_G: list[float]) -> bool:
-    return len(rewards_G) > 1 and equal_up_to_rounding(min(rewards_G), max(rewards_G))
-
-
-def reward_parts(batch: RolloutBatch) -> dict[str, dict[str, float]]:
-    """Return the mean of each reward term over the rollouts that it applies to, and where there are several sources of
-    prompts the mean reward of each."""
-    all_terms = [rollout.terms for rollout in batch.rollouts]
-    names = {name for terms in all_terms for name in terms}
-    by_term = {name: [score for terms in all_terms if (score := terms.get(name)) is not None] for name in names}
-    by_source: dict[str, list[float]] = {}
-    for group in batch.groups:
-        if group.prompt.source:
-            by_source.setdefault(group.prompt.source, []).extend([one.reward or 0.0 for one in group.rollouts])
-    means = {"reward_terms": by_term, "reward_by_source": by_source}
-    return {
-        kind: {name: float(np.mean(values)) for name, values in sorted(found.items()) if values}
-        for kind, found in means.items()
-        if found or kind == "reward_terms"
-    }
+def column(sequences: Sequence[Lengths | WeightedRollout], name: str) -> np.ndarray:
+    """Return the integers that sequences have as `name`; int64 [N]."""
+    return np.fromiter(map(attrgetter(name), sequences), np.int64, len(sequences))
 
 
 def optimizer_metrics(results: Sequence[MinibatchResult]) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from rlctl.rollouts.validation import Validated, Validation, validation_sampling
 from rlctl.settings.config import TextConfig
 from rlctl.settings.rewards import RewardConfig
 from rlctl.telemetry.metrics import LOSS, flatten
-from rlctl.training.method import Method, RunLoss
-from rlctl.training.train_batch import estimate_first, make_batch
+from rlctl.training.method import Method
+from rlctl.training.run_loss import RunLoss
+from rlctl.training.train_batch import run_pass_before
 
 
 class TextValidation(Validation):
@@ -43,8 +44,8 @@ class TextValidation(Validation):
 
     def measure(self, version: int) -> Validated:
         policy, loss = self._policy, RunLoss(self._method)
-        batch = make_batch(self._groups, self._method, 1)
-        estimate_first(policy, self._method, batch)
+        batch = self._method.train_batch(self._groups, 1)
+        run_pass_before(policy, self._method, batch)
         policy.load_batch(batch)
         for column in sorted(self._method.needs):
             policy.add_logprobs(column)

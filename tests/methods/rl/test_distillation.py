@@ -16,8 +16,8 @@ from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.grpo import Grpo
-from rlctl.training.method import RunLoss
-from rlctl.training.train_batch import make_batch
+from rlctl.methods.rl.rollout_batch import make_batch
+from rlctl.training.run_loss import RunLoss
 from rlctl.training.user_loss import UserLoss, trial
 from support.groups import group
 from support.token_batches import token_batch

@@ -12,7 +12,7 @@ from rlctl.backends.batching.batch import LossOutput, MinibatchResult, TokenBatc
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.methods.rl.sections import LossConfig
-from rlctl.training.method import RunLoss
+from rlctl.training.run_loss import RunLoss
 from support.token_batches import f64, ppo_loss, token_batch
 
 

@@ -23,9 +23,9 @@ from rlctl.methods.available import ALGORITHMS, method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.methods.rl.rollout_batch import make_batch
 from rlctl.methods.rl.token_advantages import PenalizedAdvantages
-from rlctl.training.method import RunLoss
-from rlctl.training.train_batch import make_batch
+from rlctl.training.run_loss import RunLoss
 from support.groups import group
 from support.token_batches import token_batch
 

@@ -93,6 +93,9 @@ class TrainBatch:
     """Rollouts without a gradient, which are in no mini-batch but were counted in the weights of the others."""
     for_teacher: tuple[tuple[WeightedRollout, ...], ...] = ()
     """The texts in a teacher's own tokenization; empty: `minibatches`."""
+    estimate: AdvantageEstimate | None = None
+    """Computes the advantages of tokens on the ranks before training; None: a rollout's tokens all have its
+    advantage."""
 
 
 MicroBatch = tuple[WeightedRollout, ...]

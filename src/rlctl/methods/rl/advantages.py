@@ -1,4 +1,4 @@
-"""From rewards to advantages, and from lengths to token weights: the driver's numpy on per-rollout scalars.
+"""From rewards to advantages: the driver's numpy on per-rollout scalars.
 
 Suffixes: G the rollouts of a group, N those of one optimizer mini-batch.
 """
@@ -16,7 +16,6 @@ STD_EPSILON = 1e-6
 
 
 Baseline = Literal["mean", "leave-one-out", "none", "critic"]
-Level = Literal["token", "sequence", "constant"]
 StdOf = Literal["group", "others"]
 
 
@@ -113,30 +112,3 @@ def overlong_penalty(response_tokens_N: np.ndarray, limit: int, buffer: float, f
         return np.zeros_like(tokens_N)
     width = buffer * limit
     return factor * np.minimum(0.0, (limit - width - tokens_N) / width)
-
-
-def token_weights(response_tokens_N: np.ndarray, level: Level, divisor: float = 1.0) -> np.ndarray:
-    """Return the weight of each response *token* of a rollout in the loss of one optimizer mini-batch; float64 [N].
-
-    The backend sums weight * loss over the tokens of every rank and micro-batch and divides by nothing, so that the
-    result does not depend on how rollouts were dealt to ranks and packed. `response_tokens_N`, counted by the loss
-    mask, must hold the whole mini-batch, of all data-parallel ranks.
-
-    - `token`: 1 / (all response tokens); long rollouts weigh more (DAPO, arXiv 2503.14476, section 3.3).
-    - `sequence`: 1 / (n * tokens of this rollout); the mean over rollouts of their token means (GRPO, arXiv 2402.03300,
-      equation 3).
-    - `constant`: 1 / (n * divisor); the mean over rollouts of their token sums, by the same divisor for short and long
-      ones (Dr. GRPO, arXiv 2503.20783, section 3.1; REINFORCE and RLOO with the divisor 1).
-
-    n counts the rollouts with response tokens. One without, or of which none is learned from, has weight 0.
-    """
-    tokens_N = np.asarray(response_tokens_N, dtype=np.float64)
-    rollouts = np.count_nonzero(tokens_N)
-    match level:
-        case "token":
-            denominator_N = np.full_like(tokens_N, tokens_N.sum())
-        case "sequence":
-            denominator_N = tokens_N * rollouts
-        case "constant":
-            denominator_N = np.full_like(tokens_N, divisor * rollouts)
-    return np.divide(1.0, denominator_N, out=np.zeros_like(tokens_N), where=tokens_N > 0)

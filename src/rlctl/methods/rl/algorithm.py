@@ -1,49 +1,35 @@
-"""The seam of RL algorithms. `grpo.py` is one; a new one is a file like it and a line in `methods/available.py`.
+"""The base of RL algorithms. `grpo.py` is one; a new one is a file like it and a line in `methods/available.py`.
 
-An algorithm is a training method whose rollouts are sampled and scored. Its options are the sections `advantage`,
-`loss` and `filter` of its configuration class. Suffixes: G the rollouts of a group, N those of an optimizer
-mini-batch, R response tokens.
-
-Every algorithm measures the entropy of the policy, and how far the engines' log-probs are from the trainer's.
+An algorithm trains on sampled and scored rollouts; its options are the sections `advantage`, `loss` and `filter` of its
+configuration class. Every algorithm measures the policy's entropy, and how far the engines' log-probs are from the
+trainer's. Suffixes: G the rollouts of a group, N those of an optimizer mini-batch, R response tokens.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from rlctl.backends.batching.batch import AdvantageEstimate, TokenBatch
-from rlctl.backends.messages import Truncation
+from rlctl.backends.batching.batch import AdvantageEstimate, TokenBatch, TrainBatch
 from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import FAULTS, Rollout, RolloutGroup
-from rlctl.errors import ConfigError
-from rlctl.methods.rl.advantage_trial import require_advantages
-from rlctl.methods.rl.advantages import nearly_equal, overlong_penalty, token_weights, whitened, whitened_rollouts
-from rlctl.methods.rl.rl_config import AlgorithmConfig, RlConfig
-from rlctl.methods.rl.sections import AdvantageConfig, CriticConfig
+from rlctl.methods.rl.advantages import nearly_equal, overlong_penalty, whitened, whitened_rollouts
+from rlctl.methods.rl.rollout_batch import make_batch
+from rlctl.methods.rl.rollout_method import RolloutMethod
+from rlctl.methods.rl.sections import AdvantageConfig
 from rlctl.methods.rl.token_advantages import PenalizedAdvantages
-from rlctl.rollouts.source import RolloutSource
 from rlctl.rollouts.turn_faults import BITS
 from rlctl.settings.training import LogprobColumn
 from rlctl.telemetry.metrics import Metric
-from rlctl.training.agreement import Agreement, precision_of
-from rlctl.training.method import ENTROPY, Method, SourceParts, ValidationParts
+from rlctl.training.run_loss import ENTROPY
+from rlctl.training.token_weights import token_weights
 
 if TYPE_CHECKING:
     import torch
-
-    from rlctl.backends.clients import PolicyClient
-    from rlctl.methods.rl.critic import Critic
-    from rlctl.models.facts import ModelFacts
-    from rlctl.planner.inputs.request import Workload
-    from rlctl.rollouts.prompt_order import PromptStream
-    from rlctl.rollouts.validation import Validation, ValidationSet
 
 MEASURED_OF_ROLLOUTS = (
     Metric("logprob_diff/mean", "mean", "log-prob difference of engine and trainer, mean", "diff", ".1e"),
@@ -59,83 +45,13 @@ MEASURED_OF_ROLLOUTS = (
 and not training: mean and maximum of |d|, the KL divergence by k3, and the mean of exp(|d|), the
 multiplicative error of a token's probability. The importance weights of trainer to engine are those before any bound or
 mask, with their effective sample size; 1 where both computed the same."""
-DROPPED = Metric("dropped_groups", "sum", column="dropped", form=".0f")
-ROUNDS = Metric("sampling_rounds", "sum", column="rounds", form=".0f")
-FILTERED: Mapping[str, tuple[Metric, ...]] = {"keep": (), "drop": (DROPPED,), "replace": (DROPPED, ROUNDS)}
-"""Counts of a step that the terminal shows, by `filter.groups`."""
 
 
-class Algorithm(Method):
-    """An RL algorithm with its configuration; a subclass gives at least `advantages` and `token_loss`."""
+class Algorithm(RolloutMethod):
+    """An RL algorithm; a subclass gives at least `advantages` and `token_loss`."""
 
-    Config: ClassVar[type[AlgorithmConfig]] = RlConfig
-    config: AlgorithmConfig
-    command = "grpo"
-    rewarded = True
     needs_old_logprobs: ClassVar[bool] = False
     """Whether the loss compares with the old policy in addition to the ratio."""
-
-    def refuse(self, config: AlgorithmConfig) -> None:
-        refuse_async(config)
-
-    def try_out(self, what: str) -> None:
-        require_advantages(self, self.config.batch.generations, what)
-        super().try_out(what)
-
-    def workload(self, facts: ModelFacts, tokens: int | None = None) -> Workload:
-        from rlctl.planner.from_config import rollout_workload
-
-        return rollout_workload(
-            self.config, facts, tokens, needs=self.needs, critic=self.config.has_critic, teacher_top=self.teacher_top
-        )
-
-    def open_data(self, model_dir: Path) -> PromptStream:
-        from rlctl.rollouts.prompt_order import PromptStream
-
-        return PromptStream.open_rollouts(self.config, model_dir)
-
-    def open_validation(self, prompts: PromptStream, model_dir: Path) -> ValidationSet | None:
-        from rlctl.rollouts.validation import ValidationSet
-
-        return ValidationSet.open(self.config, prompts, model_dir)
-
-    def source(self, parts: SourceParts) -> AbstractContextManager[RolloutSource]:
-        from rlctl.rollouts.asynchronous import AsynchronousSource
-        from rlctl.rollouts.synchronous import SynchronousSource
-
-        assert parts.sync is not None  # prompts are answered by engines
-        shared = (self.config, parts.prompts, parts.sync.engines, parts.scorers, parts.sync, parts.timer)
-        if self.config.rollouts.mode == "async":
-            return closing(AsynchronousSource(*shared, self.trains_on, parts.tell))
-        return nullcontext(SynchronousSource(*shared, self.trains_on))
-
-    def validation(self, data: ValidationSet, parts: ValidationParts) -> Validation | None:
-        from rlctl.rollouts.validation import SampledValidation
-
-        assert parts.sync is not None  # prompts are answered by engines
-        return SampledValidation(self.config, data, parts.sync.engines, parts.scorers, parts.sync)
-
-    def agreement(self, dtype: str) -> Agreement:
-        return Agreement.from_config(self.config, precision_of(self.config, dtype), self.needs)
-
-    def open_critic(self, policy: PolicyClient) -> Critic | None:
-        from rlctl.methods.rl.critic import Critic
-
-        return Critic(self.config, policy) if self.config.has_critic else None
-
-    @property
-    def new_tokens(self) -> int:
-        return self.config.generation.max_new_tokens
-
-    def has_scores(self, own: bool) -> bool:
-        return own or (self.config.learns_from_rewards and not self.config.environment.name)
-
-    @property
-    def temperature(self) -> float:
-        return self.config.generation.temperature
-
-    def truncation(self, vocab: int) -> Truncation | None:
-        return Truncation.from_config(self.config.generation, vocab)
 
     @property
     def needs(self) -> frozenset[LogprobColumn]:
@@ -154,33 +70,28 @@ class Algorithm(Method):
         return frozenset(column for column, needed in columns.items() if needed)
 
     @property
-    def critic(self) -> CriticConfig | None:
-        return self.config.critic if self.config.has_critic else None
-
-    @property
-    def columns(self) -> tuple[Metric, ...]:
-        return FILTERED[self.config.filter.groups]
-
-    @property
-    def compares_rewards(self) -> bool:
-        return self.config.compares_rewards
-
-    @property
     def nll_weight(self) -> float:
+        """Weight of the negative log-likelihood of `imitated` rollouts, a mean over their tokens."""
         return self.config.loss.positive_nll_weight
 
     @property
     def token_advantages(self) -> AdvantageEstimate | None:
+        """Function that computes per-token advantages on the ranks; None: tokens have the advantage of their
+        rollout."""
         return PenalizedAdvantages(self.config) if self.config.whitens_penalties else None
 
     @property
     def skips_idle(self) -> bool:
+        """Whether rollouts without a gradient are left out of the training pass."""
         return self.config.filter.skip
 
-    def step_metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-        if not self.config.reward.overlong_buffer:
-            return {}
-        return {"length_penalty": float(np.concatenate([self.length_penalties(group) for group in groups]).mean())}
+    @property
+    def learns_without_advantage(self) -> bool:
+        """Whether rollouts with advantage 0 have a gradient; if not, their tokens need not be computed."""
+        return True
+
+    def train_batch(self, groups: Sequence[RolloutGroup], optimizer_steps: int) -> TrainBatch:
+        return replace(make_batch(groups, self, optimizer_steps), estimate=self.token_advantages)
 
     def keeps(self, rewards_G: np.ndarray) -> bool:
         """Return whether a group with these rewards is trained on; `filter.groups` says what becomes of others."""
@@ -300,6 +211,7 @@ class Algorithm(Method):
         return token_weights(response_tokens_N, options.level, divisor)
 
     def adjusted(self, batch: TokenBatch) -> TokenBatch:
+        """Return a micro-batch with the advantages of faulty turns (`advantage.malformed_thinking` and others)."""
         return _judged(batch, self.config.advantage)
 
     @property
@@ -336,23 +248,3 @@ def _judged(batch: TokenBatch, options: AdvantageConfig) -> TokenBatch:
         if (value := getattr(options, name)) is not None:
             advantages_R = torch.where(faults_R.int() & bit != 0, value, advantages_R)
     return replace(batch, advantages_R=advantages_R)
-
-
-def refuse_async(config: AlgorithmConfig) -> None:
-    """Raise ConfigError for settings with which rollouts cannot be made while the policy trains."""
-    rollouts = config.rollouts
-    if rollouts.mode != "async":
-        return
-    if config.refit.in_flight == "abort":
-        raise ConfigError(
-            "rollouts.mode = async: refit.in_flight = abort would cut off every rollout that is being sampled when new "
-            "weights come.",
-            "Choose refit.in_flight=wait or keep.",
-        )
-    if rollouts.max_staleness > 0 and config.loss.importance_correction == "off" and not rollouts.uncorrected:
-        raise ConfigError(
-            f"rollouts.max_staleness = {rollouts.max_staleness}: rollouts of older weights need a correction, and "
-            "loss.importance_correction is off.",
-            "Choose loss.importance_correction=truncated, masked or ratio, or --max-staleness 0; "
-            "rollouts.uncorrected=true trains on them as they are.",
-        )

@@ -1,0 +1,97 @@
+"""The metrics of a batch of rollouts: rewards, lengths, and the weights that sampled them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlctl.data.rollouts import LIMIT_REASONS, Rollout
+from rlctl.methods.rl.advantages import nearly_equal
+from rlctl.rollouts.source import RolloutBatch
+from rlctl.training.step_metrics import column, length_metrics
+
+
+def rollout_metrics(batch: RolloutBatch, version: int, *, compares: bool) -> dict[str, Any]:
+    """Return rewards, lengths and versions of a batch that the weights of `version` train on. `compares`: the rewards
+    of a group are compared with each other. Suffix N: the rollouts of the batch."""
+    rollouts = batch.rollouts
+    rewards_N = np.array([reward for one in rollouts if (reward := one.reward) is not None], dtype=np.float64)
+    rewards = {}
+    if len(rewards_N):
+        rewards = {
+            "reward_mean": float(rewards_N.mean()),
+            "reward_std": float(rewards_N.std()),
+            **reward_parts(batch),
+        }
+        if compares:
+            by_group = [group.rewards_G for group in batch.groups]
+            without_signal = [len(rewards_G) > 1 and nearly_equal(rewards_G) for rewards_G in by_group]
+            rewards["groups_without_signal"] = float(np.mean(without_signal))
+    accuracy_N = [accuracy for one in rollouts if (accuracy := one.accuracy) is not None]
+    accuracy = {"accuracy": float(np.mean(accuracy_N))} if len(accuracy_N) == len(rollouts) else {}
+    answered_N = [answered for one in rollouts if (answered := one.answered) is not None]
+    sampled = [rollout for rollout in rollouts if rollout.versions]
+    return {
+        **rewards,
+        **accuracy,
+        **({"answered_fraction": float(np.mean(answered_N))} if answered_N else {}),
+        **length_metrics(batch.groups),
+        **(sampling_metrics(sampled, version) if sampled else {}),
+    }
+
+
+def sampling_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, Any]:
+    """Return how rollouts ended, and which weights sampled them."""
+    first_N = np.array([rollout.versions[0][0] for rollout in rollouts])
+    reasons = Counter([rollout.stop_reason for rollout in rollouts])
+    return {
+        "truncated_fraction": sum(reasons[reason] for reason in LIMIT_REASONS) / len(rollouts),
+        "sampled_rollouts": len(rollouts),
+        "rollout_tokens": int(column(rollouts, "tokens").sum()),
+        **episode_metrics(rollouts),
+        "stop_reasons": dict(sorted(reasons.items())),
+        "weight_version": int(first_N.min()),
+        "staleness": {"mean": float((version - first_N).mean()), "max": int((version - first_N).max())},
+        "tokens_by_version": tokens_by_version(rollouts),
+    }
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return the turns of episodes with an environment, and the means of their counts."""
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    if not episodes:
+        return {}
+    names = sorted({name for one in episodes for name in one.counts})
+    turns = [one.turns for one in episodes]
+    counts = {name: float(np.mean([one.counts.get(name, 0.0) for one in episodes])) for name in names}
+    return {"turns_mean": float(np.mean(turns)), "turns_max": max(turns), "environment": counts}
+
+
+def tokens_by_version(rollouts: Sequence[Rollout]) -> list[list[int]]:
+    """Return [version, response tokens that its weights chose] of each version, the oldest first."""
+    total: Counter[int] = Counter()
+    for rollout in rollouts:
+        for version, tokens in rollout.versions:
+            total[version] += tokens
+    return [[version, total[version]] for version in sorted(total)]
+
+
+def reward_parts(batch: RolloutBatch) -> dict[str, dict[str, float]]:
+    """Return the mean of each reward term over the rollouts that it applies to, and the mean reward of each source of
+    prompts, if they have names."""
+    all_terms = [rollout.terms for rollout in batch.rollouts]
+    names = {name for terms in all_terms for name in terms}
+    by_term = {name: [score for terms in all_terms if (score := terms.get(name)) is not None] for name in names}
+    by_source: dict[str, list[float]] = {}
+    for group in batch.groups:
+        if group.prompt.source:
+            by_source.setdefault(group.prompt.source, []).extend([one.reward or 0.0 for one in group.rollouts])
+    means = {"reward_terms": by_term, "reward_by_source": by_source}
+    return {
+        kind: {name: float(np.mean(values)) for name, values in sorted(by_name.items()) if values}
+        for kind, by_name in means.items()
+        if by_name or kind == "reward_terms"
+    }
