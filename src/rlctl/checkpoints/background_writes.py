@@ -38,13 +38,13 @@ LESS_URGENT = 10
 
 
 def write_less_urgently() -> None:
-    """Let the threads that train have a processor first: each step waits for the last of them."""
+    """Give training threads priority: each step waits for the slowest one."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LESS_URGENT)
 
 
 class Snapshot:
-    """Tensors as they are now. Those on a CPU are copied only if `keep` is called before they are written."""
+    """Tensors in their present state. CPU tensors are copied only if `keep` is called before they are written."""
 
     def __init__(self, tensors: Mapping[Any, Tensor], *, copies: bool = True) -> None:
         """Without `copies` only small tensors are copied, and `keep` waits until all others are written."""
@@ -95,7 +95,7 @@ def write_items(
     path: Path, items: Iterable[tuple[WriteItem, Any]], snapshot: Snapshot
 ) -> tuple[list[WriteResult], str]:
     """Write items of torch.distributed.checkpoint as its own writer does, and return their places and the file's
-    digest. An item comes with its bytes, or with the key of its tensor in `snapshot`."""
+    digest. An item has its bytes, or the key of its tensor in `snapshot`."""
     results: list[WriteResult] = []
     with DigestedFile(path) as file, without_checksums():
         for item, value in items:

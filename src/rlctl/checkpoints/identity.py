@@ -11,7 +11,7 @@ import xxhash
 
 from rlctl.checkpoints.hf.hf_files import COMPANIONS, NAMED_TEMPLATES, TOKENIZER
 
-# Read whole. Weights are read in part: enough to tell two models apart, and quick for hundreds of gigabytes.
+# Weights are sampled: enough to tell two models apart, and quick for hundreds of gigabytes. Other files are read whole.
 SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer*", "chat_template*", f"{NAMED_TEMPLATES}/*.jinja",
     "special_tokens_map.json",
@@ -77,8 +77,8 @@ def source_identity(directory: Path) -> str:
 
 @cache
 def _sampled(path: Path, size: int, inode: int, changed: int) -> str:
-    """Return a digest of places all over a file: any tensor larger than a part in PLACES is among them. `inode` and
-    `changed` (the time that no copy sets) tell one state of the file from another."""
+    """Return a digest of samples all over a file: they reach any tensor larger than a part in PLACES. `inode` and
+    `changed` (the time that no copy sets) identify a state of the file."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         for index in range(PLACES):

@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 Tell = Callable[[str], None]
 """Called with a line before anything that takes long."""
 Supplier = Callable[[str, str | None, Tell], ModelSource | None]
-"""(name, revision, tell) -> a model that comes from elsewhere than the hub; None: the supplier does not have it."""
+"""(name, revision, tell) -> a model from elsewhere than the hub; None: the supplier does not have it."""
 
 
 def resolve_model(
@@ -134,7 +134,7 @@ def from_cache(name: str, revision: str | None, patterns: list[str], weights: bo
     refuse_adapters(directory)
     try:
         read_config(directory)
-        if weights:  # only that they are there: damaged ones are told, and another download would not replace them
+        if weights:  # presence alone: damaged files get a message, and another download would not replace them
             shard_files(directory)
     except InputError:
         return None
@@ -193,7 +193,7 @@ def from_hub(name: str, revision: str | None, patterns: list[str], tell: Tell = 
         raise InputError(f"model {name} has no revision {revision!r}.", "Name a branch, tag or commit.") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         return None
-    # errors.HTTPError is that of the httpx which huggingface_hub uses.
+    # errors.HTTPError belongs to the httpx that huggingface_hub uses.
     except (errors.HTTPError, OSError) as error:  # pyright: ignore[reportPrivateImportUsage]
         hint = "Run it again: it continues where it stopped."
         if isinstance(error, OSError) and error.filename is not None:  # of this machine, not of the network

@@ -16,7 +16,7 @@ def rounded(values: Tensor, largest: Tensor, block: int) -> Tensor:
     blocks = values.float().unflatten(-1, (-1, block))
     of_matrix = largest.float() / (LARGEST_NUMBER * LARGEST_SCALE)
     scales = blocks.abs().amax(-1, keepdim=True) / LARGEST_NUMBER / of_matrix
-    # A matrix of zeros has no scale, and its numbers are zero whatever it is.
+    # A matrix of zeros has no scale; any scale gives zeros.
     scale = scales.nan_to_num(0.0).clamp(max=LARGEST_SCALE).to(torch.float8_e4m3fn).float() * of_matrix
     sizes = (blocks.abs() / scale).nan_to_num(0.0, posinf=0.0)
     return (_nearest(sizes) * scale).copysign(blocks).flatten(-2).to(values.dtype)

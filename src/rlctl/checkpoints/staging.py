@@ -154,7 +154,7 @@ PIECE = 1 << 20
 
 
 BEGUN_BYTES = 16 << 20
-"""The kernel is asked to begin with writing to the disk when it has this much: the last flush then has little to do."""
+"""The kernel starts to write to the disk at this size, so that the last flush is short."""
 _SYNC_FILE_RANGE_WRITE = 2
 
 
@@ -186,7 +186,7 @@ def open_to_write(path: Path) -> BinaryIO:
 
 
 class Flusher:
-    """Flushes complete files to the disk and closes them on a thread, while other work goes on."""
+    """Flushes complete files to the disk and closes them on a thread, while the main thread continues."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "flush")

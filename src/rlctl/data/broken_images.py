@@ -36,8 +36,7 @@ def broken_images(
 
 
 def readable(rows: Sequence[PromptRow], data: DataConfig, encoder: PromptEncoder) -> tuple[PromptRow, ...]:
-    """Return rows without those that have broken images, if configured. Raises InputError for others, and if none is
-    left."""
+    """Drop rows with broken images if configured. Raises InputError for other broken rows, and if no row is left."""
     if not any(row.images for row in rows):
         return tuple(rows)
     broken = broken_images(rows, len(rows), encoder.images())

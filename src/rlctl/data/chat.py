@@ -58,13 +58,13 @@ class EncodedPrompt:
 
     @property
     def text_tokens(self) -> list[int]:
-        """Those that stand for no image."""
+        """Tokens outside images."""
         ends = [0, *(part.start + part.tokens for part in self.media)]
         starts = [*(part.start for part in self.media), len(self.tokens)]
         return [token for first, after in zip(ends, starts, strict=True) for token in self.tokens[first:after]]
 
     def last(self, tokens: int) -> EncodedPrompt:
-        """Return the prompt without its beginning, with at most so many tokens; an image that would be cut goes."""
+        """Return the prompt's last `count` tokens at most; an image that would be cut is left out."""
         begin = max(0, len(self.tokens) - tokens)
         begin = max([begin, *(p.start + p.tokens for p in self.media if p.start < begin < p.start + p.tokens)])
         kept = tuple(replace(part, start=part.start - begin) for part in self.media if part.start >= begin)
@@ -199,7 +199,7 @@ class PromptEncoder:
 
     @property
     def never_sampled(self) -> tuple[int, ...]:
-        """Tokens that stand for images: a completion with one would be read as an image that is not there."""
+        """Tokens that represent images. In a completion they would be read as images that do not exist."""
         return self.images().never_sampled if self.template is not None and self.sees else ()
 
     @cached_property
@@ -209,7 +209,7 @@ class PromptEncoder:
         return self.render([message]).split(_MARKER)[1]
 
     def shown_image(self) -> EncodedPrompt | None:
-        """Return a fixed prompt with an image, by which a refit is checked; None: the model takes none."""
+        """Return a fixed prompt with an image, which checks a refit; None: the model takes no images."""
         if not self.sees or self.template is None:
             return None
         from PIL import Image
@@ -274,7 +274,7 @@ class PromptEncoder:
             )
 
     def require_no_image(self, tokens: Sequence[int], where: str) -> None:
-        """Raise InputError for a token that stands for an image, in a text that has none."""
+        """Raise InputError for an image token in a text without images."""
         if self.sees and self.template is not None and (image_reader := self.images(where)).placeholder_id in tokens:
             raise InputError(
                 f"{where}: the token {image_reader.placeholder!r} stands for an image, and there is no image.",
@@ -356,7 +356,7 @@ class PromptEncoder:
                 turns, chat_template=self.template, tokenize=False, add_generation_prompt=not answered, **variables
             )
             return cast(str, text)  # without `tokenize` it is a text
-        # A template is a program: what it computes with may be missing or zero.
+        # A template is a program: its variables may be missing or zero.
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise InputError(
                 f"The chat template cannot write {where} ({', '.join(m['role'] for m in turns)}): {error}",
@@ -481,7 +481,7 @@ class PromptEncoder:
             return encoder
         text = self.render([user])
         with_system = self.render([{"role": "system", "content": self.system_prompt}, user])  # it may be refused
-        # An empty system message is there to displace the template's own; where there is none it only costs tokens.
+        # An empty system message only displaces the template's own; without one it costs tokens.
         pointless = self.system_prompt == "" and len(text) <= len(with_system)
         return replace(encoder, system_prompt=None) if pointless else encoder
 

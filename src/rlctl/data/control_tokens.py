@@ -120,7 +120,7 @@ class ControlTokens:
 
 @dataclass(frozen=True)
 class _Apart:
-    """A copy of a tokenizer with other, random texts for control tokens, to which their usual texts are ordinary."""
+    """A copy of a tokenizer with random texts for control tokens. It reads their usual texts as ordinary text."""
 
     tokenizer: Tokenizer
     marks: Mapping[str, str]

@@ -33,8 +33,8 @@ class Projection:
 
     @classmethod
     def between(cls, ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> Projection:
-        """Return the matrix between two tokenizers: a token maps to the one with the same bytes, else to the first
-        `PIECES` of the teacher's tokens for its text with weights that fall by `DECAY` and sum to 1. Unwritable tokens
+        """Return the matrix between two tokenizers: a token maps to the token with the same bytes, else to the first
+        `PIECES` of the teacher's tokens for its text, with weights that fall by `DECAY` and sum to 1. Unwritable tokens
         map to nothing."""
         our_bytes, their_bytes = token_bytes(ours), token_bytes(theirs)
         same = {content: token for token, content in sorted(their_bytes.items(), reverse=True)}
@@ -81,7 +81,7 @@ def require_aligning(tokenizer: PreTrainedTokenizerBase, whose: str) -> None:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
-    """Return the bytes that each token stands for; special tokens stand for their names."""
+    """Return the bytes of each token; special tokens have their names."""
     fast: Any = tokenizer
     added = fast.get_added_vocab()
     by_bytes = '"ByteLevel"' in fast.backend_tokenizer.to_str()

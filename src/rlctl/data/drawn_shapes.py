@@ -76,7 +76,7 @@ Box = tuple[int, int, int]
 
 
 def _in_cells(rng: random.Random) -> tuple[list[Box], int]:
-    """Return one to four boxes in cells of their own, and their number from 0."""
+    """Return one to four boxes in separate cells, and their number from 0."""
     count, boxes = rng.randrange(4), list[Box]()
     for cell in rng.sample(range(4), count + 1):
         side = rng.randint(16, 26)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HASH_SEED = "0"
 KEPT = 256
-"""Questions kept of those that were asked for last; a row type may look at the next hundred."""
+"""Questions kept after use; a row type may look at the next hundred."""
 IN_DIGEST = 8
 """First questions in the digest of a task's contents."""
 
@@ -75,7 +75,7 @@ def serve(connection: Connection, task: GymTask) -> None:
     """Answer each index with (question, error)."""
     from rlctl.data.prompts import build_task
 
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # of what a task prints
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of a task
     dataset = build_task(task)
     connection.send(None)
     while True:

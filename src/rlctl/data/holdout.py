@@ -24,7 +24,7 @@ MOST_READ, MOST_MADE = 200_000, 2_000
 
 
 def columns_of_prompts(config: RlctlConfig, data: DataConfig) -> Collection[str] | None:
-    """Return the columns that, besides a row's prompt, are in what the model reads; None: any may be."""
+    """Return the columns that the model reads besides a row's prompt; None: possibly all."""
     if (rollouts := config.rollout_settings) and rollouts.environment.wanted:
         return None
     return template.names if (template := template_of(data)) else ()

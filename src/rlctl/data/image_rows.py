@@ -19,7 +19,7 @@ COLUMNS = (IMAGES, IMAGE)
 REFCOCO = frozenset(("image_path", "captions", "bbox"))
 """Columns of rows of RefCOCO as published, which have no prompt and no answer."""
 IN_TEXT = "<image>"
-"""Place of an image in a text prompt, as rows of LLaVA and others have it."""
+"""Placeholder of an image in a text prompt, as in LLaVA's rows."""
 PART_TYPES = ("image", "image_url", "input_image")
 """Types of a part that is an image, of Hugging Face and OpenAI."""
 FOLLOWS = object()
@@ -116,7 +116,7 @@ def _in_columns(record: Mapping[str, Any]) -> list[Any]:
 
 
 def image_in(value: Any, where: str, data: DataConfig) -> ImageSource:
-    """Return the image that a value of a row stands for. Raises InputError where it stands for none."""
+    """Return the image that a value of a row names. Raises InputError if it names none."""
     named = Path(data.name or "")
     own = named.parent if named.is_file() else named if named.is_dir() else Path()
     folder = user_path(data.image_folder) if data.image_folder else own

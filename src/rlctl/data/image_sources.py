@@ -234,7 +234,7 @@ _KEYS = ("bytes", "image", "image_url", "url", "base64", "data", "path")
 _FORMS = "An image is a path, a URL, a data URL, base64, or an object with `bytes` or `path`."
 _LONGEST_PATH = 4096
 _PNG_MODES, _UNSAVED = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), ("HSV", "RGBa", "RGBX")
-"""Modes of PIL's images that PNG files hold without loss, and those that neither these nor TIFF files hold."""
+"""Modes of PIL images that PNG stores without loss, and modes that neither PNG nor TIFF stores."""
 _ENCODED = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0A")
 """How PNG, JPEG, GIF, WebP, BMP and TIFF files begin in base64."""
 

@@ -62,7 +62,7 @@ class ImageProcessor:
 
     @cached_property
     def never_sampled(self) -> tuple[int, ...]:
-        """Tokens that stand for images, sound or video: a completion with one would be taken for an input."""
+        """Tokens that represent images, sound or video. In a completion they would be read as inputs."""
         kinds = ("image", "video", "audio", "boi", "eoi", "boa", "eoa", "context_image", "start_image", "end_image",
                  "vision_start", "vision_end", "fake_image", "global_image")  # fmt: skip
         tokenizer, token_ids = self.processor.tokenizer, set[int]()
@@ -76,7 +76,7 @@ class ImageProcessor:
         return tuple(sorted(token_ids - unknown))
 
     def rgb(self, image: Image) -> np.ndarray:
-        """Return an image of PIL as uint8 [height, width, 3], converted from other modes as the processor does."""
+        """Return a PIL image as uint8 [height, width, 3], converted as the processor does."""
         converts = getattr(self.processor.image_processor, "convert_to_rgb", None)
         converted = converts(image) if converts is not None else image
         return np.array(converted if converted.mode == "RGB" else converted.convert("RGB"))
@@ -90,8 +90,7 @@ class ImageProcessor:
         return decoded
 
     def expansion(self, size: tuple[int, int], where: str = "an image") -> tuple[int, ...]:
-        """Return the tokens that stand for an image of (height, width). Raises InputError for a size that the processor
-        refuses."""
+        """Return the tokens of an image of (height, width). Raises InputError for a size that the processor refuses."""
         if size not in self._expansions:
             blank = np.zeros((*size, 3), np.uint8)
             try:
@@ -107,8 +106,8 @@ class ImageProcessor:
     def layout(
         self, tokens: Sequence[int], sizes: Sequence[tuple[int, int]], where: str = "a prompt"
     ) -> tuple[list[int], list[Place]]:
-        """Return tokens with images of these sizes in place of placeholders, and their positions. Raises InputError for
-        different numbers."""
+        """Replace placeholders by the tokens of images of these sizes, and return their positions. Raises InputError if
+        the numbers of placeholders and images differ."""
         placeholder = self.placeholder_id
         if (count := sum(token == placeholder for token in tokens)) != len(sizes):
             raise InputError(
@@ -164,13 +163,13 @@ class ImageProcessor:
 
 
 def line_merges(one: int, two: int, three: int, four: int) -> list[tuple[int, int, int]]:
-    """Return which pairs of tokens for so many newlines are which token."""
+    """Return the merges (left, right, merged) of tokens for one to four newlines."""
     return [(one, two, three), (two, one, three), (two, two, four)]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A token, what stands for it before the expansion, and the number of the image that it is of."""
+    """A token, its form before the expansion, and the number of its image."""
 
     token: int
     written: tuple[int, ...]

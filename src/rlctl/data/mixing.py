@@ -1,4 +1,4 @@
-"""Several sources of prompts in one run: the settings of each, and the order in which they take turns."""
+"""Several sources of prompts in one run: each source's settings, and their order."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ class OpenedThought:
         return cls(match[0], tag, closing)
 
     def continuation(self, content: str) -> str | None:
-        """Return the text behind the opening tag of an answer that brings it or closes what it has not opened; None:
-        the answer has no thought of the prompt."""
+        """Return the text after the opening tag if the answer repeats the tag or closes a thought that it did not open;
+        None: the answer has no thought from the prompt."""
         if content.lstrip().startswith(self.tag):
             rest = content.lstrip().removeprefix(self.tag)
             return rest if self.text == self.tag else rest.lstrip()

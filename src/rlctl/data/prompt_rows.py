@@ -77,7 +77,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class GymTask:
-    """A reasoning-gym task with its parameters, from which any process can rebuild its questions and its scorer."""
+    """A reasoning-gym task with its parameters. Any process can rebuild its questions and its scorer from it."""
 
     name: str
     params: dict[str, Any]
@@ -92,7 +92,7 @@ class PromptSource:
     size: int
     row_at: Callable[[int], PromptRow]
     identity: Mapping[str, Any]
-    """Values that tell its contents from others; the number of its rows need not be among them."""
+    """Values that identify its contents; the number of rows may be missing."""
     instructions: str = ""
     """Text that the system prompt and the suffix add to every prompt."""
     task: GymTask | None = None
@@ -140,10 +140,10 @@ def instructions(data: DataConfig) -> str:
 
 
 def answer_text(answer: Any) -> str:
-    """Return a reference answer as completions write it; truth values as JSON does, not as Python."""
+    """Return a reference answer in the form that completions write; booleans as in JSON, not Python."""
     return json.dumps(answer) if isinstance(answer, bool) else str(answer)
 
 
 def from_json(value: Any) -> Any:
-    """Return what a JSON text holds; other values unchanged. Raises ValueError for a text that is not JSON."""
+    """Parse a JSON text and return other values unchanged. Raises ValueError for a text that is not JSON."""
     return json.loads(value) if isinstance(value, str) else value

@@ -133,7 +133,7 @@ def of_dataset(label: str, dataset: Dataset, data: DataConfig, row_type: RowType
 
 
 def _found(name: str, data: DataConfig) -> list[Path] | Dataset:
-    """Return the data files that a name stands for, or a dataset of another kind. Raises InputError or AbsentError."""
+    """Return the data files of a name, or another kind of dataset. Raises InputError or AbsentError."""
     return [Path(name)] if is_file_name(name) else _loaded(name, data)
 
 

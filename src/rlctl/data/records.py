@@ -224,10 +224,9 @@ def _parquet(path: Path, choose: Choose) -> Records:
 
 
 def arrow_records(table: pyarrow.Table | pyarrow.RecordBatch, choose: Choose = no_columns) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table as the same rows in JSON would be, at any depth: Arrow's JSON type holds values, not
-    JSON texts (`datasets` 5 writes objects with unlike keys so), bytes in UTF-8 are texts (Spark, Impala and others
-    write texts without saying so), and a float32 is the shortest number that it stands for. Chosen columns lose
-    nulls."""
+    """Yield the rows of a table as the same rows in JSON would be, at any depth. Arrow's JSON type becomes values, not
+    JSON texts (`datasets` 5 writes objects with unlike keys so); bytes in UTF-8 become texts (Spark, Impala and others
+    write texts without a type); a float32 becomes the shortest number that rounds to it. Chosen columns lose nulls."""
     chosen = choose(table.schema.names)
     readers = {field.name: _reader(field.type, field.name, field.name in chosen) for field in table.schema}
     changed = {name: read for name, read in readers.items() if read is not None}

@@ -18,7 +18,7 @@ ADDED = ("prompt", "image", "answer", "completion")
 ARCHIVES = "http://images.cocodataset.org/zips/{}.zip"
 """Where the pictures of `train2014` and `val2014` are."""
 _ROOT = "coco/"
-"""Beginning of the paths of pictures, for which the folder of pictures stands."""
+"""Prefix of picture paths, which the folder of pictures replaces."""
 
 
 def refcoco_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> Mapping[str, Any]:

@@ -65,7 +65,7 @@ class RolloutColumns:
     logprobs_T: np.ndarray  # float32: the engine's log-prob of each response token, 0 elsewhere
     weight_version_T: np.ndarray  # int32: version of the weights that chose the token, -1 elsewhere
     extra_T: dict[str, np.ndarray] = field(default_factory=dict)
-    """Further token columns. Those with one number a token reach the loss by their names (`TokenBatch.extra_R`)."""
+    """Further token columns. Columns with one number a token reach the loss by name (`TokenBatch.extra_R`)."""
     media_G: tuple[tuple[MediaPart, ...], ...] = ()
     """The media of each rollout in their order; empty where no rollout has any."""
 

@@ -54,7 +54,7 @@ class RowType(ABC):
         return
 
     def answer_of(self, dataset: ProceduralDataset | GymQuestions, index: int, where: str) -> Any:
-        """Return what stands for the answer of a reasoning-gym question."""
+        """Return the value that scores a reasoning-gym question."""
         return dataset[index]["answer"]
 
     def example(self, right: str, wrong: str, number: int, data: DataConfig) -> dict[str, Any]:

@@ -12,14 +12,14 @@ from rlctl.errors import InputError, first_line, suggest
 from rlctl.settings.data import DataConfig
 
 PROMPT = "prompt"
-"""A template's name for the prompt, whatever its field."""
+"""A template's name for the prompt, regardless of its field."""
 ANSWER = "answer"
 # After a command of LaTeX braces are text: \boxed{answer} names no column.
 _PLACE = re.compile(r"\\[A-Za-z]+\{\w*\}|\{([A-Za-z_]\w*)\}")
 
 
 class PromptTemplate:
-    """A template; made by `template_of`. `{name}` stands for a column. A text with `{{` or `{%` is Jinja instead."""
+    """A prompt template; made by `template_of`. `{name}` inserts a column. A text with `{{` or `{%` is Jinja."""
 
     def __init__(self, text: str) -> None:
         self.jinja = "{{" in text or "{%" in text
@@ -65,7 +65,7 @@ class PromptTemplate:
         except jinja2.UndefinedError as error:
             reason = f"{where}: data.prompt_template cannot be filled in: {error.message}."
             raise InputError(reason, columns_there(columns)) from error
-        # A template is a program: what it computes with may be missing or zero.
+        # A template is a program: its variables may be missing or zero.
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise InputError(f"{where}: data.prompt_template cannot be filled in: {reason}.") from error

@@ -44,7 +44,7 @@ SQUAD = {"context", "question", "answers"}
 HELP_STEER = {"response1", "response2", "overall_preference"}
 """Fields of rows as SQuAD and HelpSteer3 have them."""
 RANKED = "completions"
-"""Field of the completions of a prompt with their ranks, the best of which has the lowest."""
+"""Field of a prompt's completions with their ranks; the best has the lowest rank."""
 MARGIN = "margin"
 """Field of a pair, and column of its texts, with the least difference of scores that its loss asks for."""
 REFERENCE = "reference_logps"
@@ -52,7 +52,7 @@ REFERENCE = "reference_logps"
 REFERENCE_FIELDS = ("ref_chosen_logps", "ref_rejected_logps")
 """Fields of a pair that bring it, under the names that TRL gives them."""
 CONTEXT = "context"
-"""Field of the prompt in rows of HelpSteer3 and in those with ranked completions."""
+"""Field of the prompt in rows of HelpSteer3 and in rows with ranked completions."""
 ASSISTANT = "assistant"
 WEIGHT = "weight"
 """Field of a message as in OpenAI's files for fine-tuning: one of weight 0 has no loss."""
@@ -78,7 +78,7 @@ class TrainedText:
     prompt: int | None = None
     """Tokens of the prompt, where these are not all that have no loss."""
     media: tuple[MediaPart, ...] = ()
-    """The parts of them that are not text, in order."""
+    """Their image parts, in order."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -88,11 +88,11 @@ class TrainedText:
 
     @property
     def answered_tokens(self) -> int:
-        """Tokens of the answer: those with a loss, or those that are scored together."""
+        """Tokens of the answer: with a loss, or scored together."""
         return int(self.mask_T.sum()) if self.prompt is None else len(self.tokens_T) - 1 - self.prompt
 
     def first(self, tokens: int) -> TrainedText:
-        """Return its beginning, with at most so many tokens; an image that would be cut goes."""
+        """Return its first `count` tokens at most; an image that would be cut is left out."""
         end = min([tokens, *(p.start for p in self.media if p.start < tokens < p.start + p.tokens)])
         media = tuple(part for part in self.media if part.start < end)
         return replace(self, tokens_T=self.tokens_T[:end], mask_T=self.mask_T[:end], media=media)
@@ -468,9 +468,9 @@ def _header(encoder: PromptEncoder, before: Messages, whole: str, where: str) ->
 
 
 def _located(encoder: PromptEncoder, messages: Messages, place: int, whole: str, where: str) -> tuple[str, str] | None:
-    """Return the conversation up to an answer, and the answer with its end token, by where it differs from a rendering
-    with another answer; None: unknown. For templates that write an answer otherwise once a question follows it, as
-    Qwen3's, which then leaves out the thought."""
+    """Locate an answer, and return the conversation up to it and the answer with its end token. The place is the first
+    difference from a rendering with another answer; None: unknown. Some templates write an earlier answer differently:
+    Qwen3's leaves out the thought once a question follows."""
     other = [*messages]
     other[place] = {"role": ASSISTANT, "content": ANSWER_MARK}
     another = encoder.render(other, where, answered=True)
@@ -532,14 +532,14 @@ def _with_marks(encoder: PromptEncoder, prompt: Messages, completion: Messages, 
             f"{where}: the chat template {reason}, so that the model would not learn to answer and stop.",
             "Leave data.train_on = marked out, or give another template with --chat-template.",
         )
-    for mark in marks:  # what a template writes behind the end token is not the model's
+    for mark in marks:  # text after the end token is the template's, not the model's
         mask_T[mark] &= np.logical_or.accumulate(ends_T[mark][::-1])[::-1]
     end = int(np.flatnonzero(mask_T)[-1]) + 1
     return TrainedText(tokens_T[:end], mask_T[:end])
 
 
 def _marked(encoder: PromptEncoder, template: str, messages: Messages, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of a conversation, and those that its template marks."""
+    """Return a conversation's tokens, and the mask of tokens that its template marks."""
     turns = encoder.taken(messages)
     hidden = encoder.hidden({"messages": turns, TOOLS: encoder.variables.get(TOOLS)})
     variables = {**encoder.variables, TOOLS: hidden[TOOLS]}

@@ -21,7 +21,7 @@ from rlctl.errors import InputError
 Message = dict[str, Any]
 ANSWER = "rlctl-answer-ends"
 HISTORIES = ("Hello.", "What is 2 + 2?\nSay it in one word.")
-"""Texts of the user in the made-up histories, of which nothing may depend."""
+"""User messages in the made-up histories. The result must not depend on them."""
 THOUGHT = "</think>"
 """The end of a thought, which delimits text that a template may remove."""
 ToolRole = Literal["tool", "user"]
@@ -35,7 +35,7 @@ class TurnEncoder:
     raw: bool = False
     """The texts of messages are appended as they are, without a template."""
     tool_role: ToolRole = "user"
-    """The role in which results of tools are given."""
+    """The role of tool results."""
     note: str | None = None
     """Note about the template for the user, if there is one."""
     closes: bool = False
@@ -76,7 +76,7 @@ class TurnEncoder:
     def between(self, last: int | None, messages: Sequence[Message]) -> list[int]:
         """Return ids from a turn's last token `last` to the next turn; a cut turn first gets its end token."""
         ids = self._cached(messages)
-        # A call may have ends of its own before that of the turn.
+        # A call may have end tokens before the end of the turn.
         ends = list(takewhile(self.encoder.special.__contains__, ids))
         if last in ends:
             return list(ids[ends.index(last) + 1 :])
@@ -110,7 +110,7 @@ class TurnEncoder:
         return str(self.encoder.tokenizer.decode(list(kept), skip_special_tokens=False))
 
     def require_roles(self, messages: Sequence[Message], tried: Collection[str]) -> None:
-        """Raise InputError for a role, besides those that were tried, whose messages the template does not write."""
+        """Raise InputError for an untested role whose messages the template does not write."""
         for role in {message["role"] for message in messages}.difference(tried) if not self.raw else ():
             if problem := self._trouble(role):
                 raise InputError(
@@ -152,7 +152,7 @@ class TurnEncoder:
             shared = commonprefix([tail, over])  # noqa: RUF071 - of texts, not of paths
             ends = [at for token in self.encoder.special_texts if (at := shared.rfind(token)) >= 0]
             begins = [at for token in self.encoder.special_texts if (at := tail.find(token)) >= 0]
-            if marker and begins:  # a call may have ends of its own in front of that of the turn
+            if marker and begins:  # a call may have end tokens before the end of the turn
                 return tail[max(ends, default=min(begins)) :]
         raise InputError("The chat template has no end-of-turn token.")
 

@@ -18,8 +18,8 @@ _NAME, _ARGUMENTS = "rlctl_called", {"rlctl_key": "rlctl value", "whole": True}
 
 @dataclass(frozen=True)
 class CallForm:
-    """The form in which a template takes the calls of a message. Published templates take the arguments as an object,
-    as JSON in a text (OpenAI's form), or both; some write calls only where the content is null."""
+    """How a template takes the calls of a message. Published templates take the arguments as an object, as JSON text
+    (OpenAI's form), or both; some write calls only if the content is null."""
 
     arguments: Literal["object", "text", "given"] = "object"
     """given: as the row has them."""
@@ -28,7 +28,7 @@ class CallForm:
 
     @classmethod
     def of(cls, render: Render) -> CallForm:
-        """Return the form of a template, by what it writes for a call."""
+        """Return the form of a template, found by rendering a call."""
         text = json.dumps(_ARGUMENTS)
         for content in ("", None):
             by_object, by_text = (_written(render, arguments, content) for arguments in (_ARGUMENTS, text))
@@ -76,7 +76,7 @@ def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shape_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the parts of a message on which it may depend whether a template writes it."""
+    """Return the parts of a message that may decide whether a template writes it."""
     return message["role"], bool(message["content"].strip()), message["content"].count(MARK), *sorted(message)
 
 

@@ -21,11 +21,11 @@ MOST_POINTS = 240
 """Points of a line; more steps are averaged into as many, so that the page of a long run stays small."""
 MOST_BARS = 60
 SMOOTH_FROM = 20
-"""Steps from which a line also has a smoothed one."""
+"""Minimum steps of a line for a smoothed copy."""
 LOG_RANGE = 300.0
-"""Ratio of the largest to the smallest value from which the axis is logarithmic."""
+"""Minimum ratio of the largest to the smallest value for a logarithmic axis."""
 GAP = 1.5
-"""Distance of two neighboring points, in multiples of the usual one, from which nothing was measured between them."""
+"""Minimum distance of neighboring points, in multiples of the usual one, that breaks the line."""
 COLORS = 10
 SHARE = "share"
 """Unit of values from 0 to 1, whose axis ends there."""
@@ -43,7 +43,7 @@ class Series:
 
 
 def thinned(points: Sequence[Point], size: int) -> list[tuple[float, float, float, float]]:
-    """Return one point in place of each `size` neighbors: the means of x and value, the lowest and highest value."""
+    """Replace each `size` neighbors by one point: the means of x and value, the lowest and highest value."""
     kept = []
     for first in range(0, len(points), size):
         xs, ys = zip(*points[first : first + size], strict=True)

@@ -171,7 +171,7 @@ def _standing(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as a person says it: `45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
+    """Return a time in words: `45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

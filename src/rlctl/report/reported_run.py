@@ -83,7 +83,7 @@ class ReportedRun:
         if not (validated or metric in ("reward_mean", "accuracy") or metric.startswith("reward_")):
             return {"run.algorithm": self.config.get("run.algorithm", "")} if metric == "loss" else {}
         prefixes = (*SAMPLED, "validation.") if validated else SAMPLED
-        left_out = (*SCHEDULE, "generation.temperature") if validated else ()  # it has a temperature of its own
+        left_out = (*SCHEDULE, "generation.temperature") if validated else ()  # validation has its own temperature
         values = {key: value for key, value in self.config.items() if key.startswith(prefixes) and key not in left_out}
         return {**values, **self.contents}
 

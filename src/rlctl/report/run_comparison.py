@@ -52,7 +52,7 @@ def recorded_plan(run: Path) -> dict[str, Any]:
 
 
 def compare_run(run: Path) -> list[PlannedAndMeasured]:
-    """One row a phase, and the total; measured over the steps, the first left out where there are more."""
+    """Return one row a phase, and the total, measured over the steps without the first if there are more."""
     predicted, rows = recorded_plan(run)["seconds"], []
     steps = [line["seconds"] for line in read_metrics(RunDirectory(run).metrics) if "seconds" in line]
     if not steps:

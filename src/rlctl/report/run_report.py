@@ -36,8 +36,8 @@ class LiveReport:
         self._run, self._tell, self._due = run, tell, 0.0
 
     def step(self) -> None:
-        """Write the report when it is due; called after each step. Where that fails, `tell` reports it, and it is not
-        tried again before the run's end."""
+        """Write the report when it is due; called after each step. After a failure, `tell` receives it, and the next
+        try is at the run's end."""
         begun = time.monotonic()
         if begun < self._due:
             return
@@ -88,14 +88,13 @@ def state_of(run: RunDirectory) -> str:
 def reported(
     run: RunDirectory, state: str, lines: Sequence[Mapping[str, Any]] = (), *, begun: bool = True
 ) -> ReportedRun:
-    """Return what the report shows of a run. Raises InputError where there is no run, and where it is to have `begun`
-    one that took no step."""
+    """Return the report's contents. Raises InputError without a run, and with `begun` for a run without a step."""
     manifest = run.manifest()
     lines = lines or read_metrics(run.metrics)
     if begun and not lines:
         raise InputError(f"{run.path} has no finished step to report.", "Wait for its first step.")
     entries = {key: entry for key, entry in manifest["config"].items() if isinstance(entry, dict)}
-    # Questions that are made from the seed of the run are of one kind, whatever the seed.
+    # Questions made from the run's seed are of one kind, regardless of the seed.
     kept = {"contents of the data": manifest.get("data"), "contents of the reward": manifest.get("rewards")}
     texts = {name: json.dumps(value, sort_keys=True) for name, value in kept.items() if value}
     return ReportedRun(
@@ -222,7 +221,7 @@ def _first(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _telling(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return some samples: those with the highest and the lowest reward among them, in their own order."""
+    """Return some samples in order, with the highest and the lowest reward among them."""
     by_reward = sorted(range(len(samples)), key=lambda index: -float(samples[index].get("reward") or 0.0))
     half = MOST_SAMPLES // 2
     kept = {*by_reward[:half], *by_reward[-half:]}

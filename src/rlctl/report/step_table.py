@@ -21,7 +21,7 @@ COLUMNS = {
     "generation": "generation",
     "logprobs": "log-probs",
 }
-"""Keys of a step's seconds and what the table calls them."""
+"""Keys of a step's seconds, and their titles in the table."""
 TOKENS = "response_tokens_mean"
 
 
@@ -37,7 +37,7 @@ def steps_asked(text: str) -> tuple[int, int]:
 def step_table(run: Path, steps: str) -> dict[str, Any]:
     """Return the measured means over the steps and the prediction. Seconds; `other` is the rest of the total.
 
-    Raises InputError where there is no run, and for steps that it has not taken.
+    Raises InputError without a run, and for steps that it has not taken.
     """
     first, last = steps_asked(steps)
     lines = {int(line["step"]): line for line in read_metrics(RunDirectory(run).metrics) if "seconds" in line}

@@ -29,7 +29,7 @@ SCRIPT = Path(__file__).with_name("watch.js")
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page of one run. Raises InputError where there is no run, or the address cannot be listened on."""
+    """Serves the page of one run. Raises InputError without a run, or if it cannot listen on the address."""
 
     daemon_threads = True
 

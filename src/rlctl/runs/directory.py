@@ -249,7 +249,7 @@ class RunDirectory:
         if keep_last is None and keep_best is None:
             return
         checkpoints = self.checkpoints()
-        newest = checkpoints[-(keep_last or 1) :]  # the newest is what a resume needs
+        newest = checkpoints[-(keep_last or 1) :]  # a resume needs the newest
         newest += [checkpoint for checkpoint in checkpoints if checkpoint.good][
             -1:
         ]  # where training has gone wrong since, this is
@@ -261,7 +261,8 @@ class RunDirectory:
                 shutil.rmtree(aside)
 
     def _best(self, checkpoints: Sequence[Checkpoint], count: int, by: str) -> list[Checkpoint]:
-        """Return the best `count` of `found`, and with `reward_mean` those whose weights no step has rewards of yet."""
+        """Return the best `count` checkpoints, and with `reward_mean` also checkpoints whose weights no step has
+        rewards for yet."""
         earned = None if by.startswith(VALIDATION_PREFIX) else self._earned(checkpoints, by)
         goodness = {
             checkpoint.step: checkpoint.goodness(by) if earned is None else earned.get(checkpoint.version)
@@ -294,7 +295,7 @@ class RunDirectory:
         return {version: total / tokens for version, (total, tokens) in sums.items() if tokens}
 
     def recover_partial(self, tell: Callable[[str], None]) -> None:
-        """Complete saves that were killed after all of them was written, and remove what other killed saves left."""
+        """Complete saves that were killed after their last file, and remove the remains of other killed saves."""
         for removed in (self.path / CHECKPOINTS).glob(f".step_*{REMOVED}"):
             shutil.rmtree(removed, ignore_errors=True)
         for partial in (self.path / CHECKPOINTS).glob(".step_*.partial"):

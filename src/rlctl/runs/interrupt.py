@@ -55,7 +55,7 @@ class StopRequest:
         sys.unraisablehook = self._unraisable
 
     def _forget(self, lost: Any) -> None:
-        """Say nothing of a KeyboardInterrupt where none can be raised, as in a finalizer: it is raised later."""
+        """Hide a KeyboardInterrupt where none can be raised, as in a finalizer: it is raised later."""
         if not (self._raised and isinstance(lost.exc_value, KeyboardInterrupt)):
             self._unraisable(lost)
 
@@ -81,7 +81,7 @@ class StopRequest:
             signal.signal(signal.SIGALRM, before)
 
     def _raise_lost(self) -> None:
-        if self._raised:  # nothing goes on after it but the clean-up
+        if self._raised:  # only the clean-up follows
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -52,7 +52,7 @@ def chosen(groups: Sequence[RolloutGroup], count: int) -> list[tuple[RolloutGrou
 
 
 def kept_steps(run: Path) -> dict[int, Path]:
-    """Return the file of each step (counted from 1) of which samples were kept. Raises InputError for no run."""
+    """Return the samples file of each step (from 1) that has one. Raises InputError for no run."""
     if not (run / "manifest.json").exists():
         raise InputError(f"{run} is not the directory of a run.", "Name one, such as runs/my-run.")
     files = {path: re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in (run / FOLDER).glob("step_*.jsonl")}

@@ -1,4 +1,4 @@
-"""A sample as a conversation, whatever the form of prompt and completion."""
+"""A sample as a conversation, for any form of prompt and completion."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Column(NamedTuple):
     form: str
     width: int
     importance: int = 1
-    """Columns of the least importance go first where a terminal is narrow, the last of them before the others."""
+    """The least important columns disappear first on a narrow terminal, the last one before the others."""
 
 
 COLUMNS = (
@@ -156,7 +156,7 @@ class Display:
             self._log, self._unlogged = path, ""
 
     def doing(self, activity: str, *, own_bar: bool = False) -> None:
-        """Begin a phase, of the start or within a step. `own_bar`: it draws in the terminal itself."""
+        """Begin a phase of the start or within a step. `own_bar`: the phase draws its own progress bar."""
         self._finish_phase()
         self._turn_to(activity)
         if own_bar:

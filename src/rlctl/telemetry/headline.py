@@ -13,12 +13,12 @@ from rlctl.telemetry.metrics import Metrics, flatten
 VALIDATION, BEFORE_STEPS = "validation/", "validation_at_start/"
 """How the names of validation's metrics begin, and of those from before the first step."""
 HEADLINES = {"reward_mean": "reward", "loss": "loss"}
-"""Metrics that a run is judged by, the first of them that it has, with their names for people."""
+"""Metrics that judge a run, with their titles; the first that the run has counts."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean with its standard error (None: one value does not tell it)."""
+    """A mean with its standard error (None: a single value has none)."""
 
     value: float
     stderr: float | None = None
@@ -39,7 +39,7 @@ class MetricChange:
 
     metric: str
     validated: bool
-    """Whether it was measured by validation; otherwise on the prompts that the steps trained on."""
+    """Whether a validation measured it; otherwise the steps' prompts did."""
     first: Mean | None
     """None: there is one measurement, which is `last`."""
     last: Mean
@@ -106,7 +106,7 @@ def _in(points: Sequence[tuple[float, float]]) -> str:
 
 
 LEAST_SHARE = 0.05
-"""Share of the steps in which a condition must hold for the summary to mention it."""
+"""Minimum share of steps with a condition for a line in the summary."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def findings(lines: Sequence[Metrics]) -> list[str]:
 
 
 def restarts(lines: Sequence[Metrics]) -> list[str]:
-    """Return a sentence on the steps in which the policy was started again, with the last cause; none: it never was."""
+    """Return a sentence on the steps that restarted the policy, with the last cause; empty without a restart."""
     hit = [line for line in lines if "policy_restarts" in line]
     if not hit:
         return []
@@ -209,7 +209,7 @@ def _last(lines: Sequence[Metrics]) -> Sequence[Metrics]:
 
 
 def _held(one: Condition, lines: Sequence[Metrics]) -> list[float]:
-    """Return the shares of the steps for which a condition held; empty where these are few."""
+    """Return the shares of the steps with a condition; empty if these are few."""
     shares = [one.share(line) or 0.0 for line in lines if one.holds(line)]
     return shares if len(shares) >= LEAST_SHARE * len(lines) else []
 

@@ -17,7 +17,7 @@ Metrics = Mapping[str, Any]
 TOKENS = "tokens"
 """Name of the sum that counts response tokens."""
 LOSS = "loss"
-"""The metric by which lower is better; by all others it is higher."""
+"""The metric where lower is better; for all others higher is better."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _to_line(metrics: Metrics) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with None in place of NaN and infinities, for which JSON has no word."""
+    """Return `value` with None for NaN and infinities, which JSON lacks."""
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The phases of a step, which the terminal, the metrics, the report and the planner share, and the timer of them."""
+"""The phases of a step, shared by terminal, metrics, report and planner, and their timer."""
 
 from __future__ import annotations
 

@@ -65,10 +65,9 @@ class StartWatch:
         ends_process: bool,
         look_s: float = LOOK_S,
     ) -> None:
-        """`doing` names the work under way. `log` is the log file that the stacks go to; None: there is none yet, and
-        they go to a file in the folder of temporary files. `ends_process`: this process is a command of its own, and no
-        program that calls rlctl. `look_s`: seconds between two looks; shorter ones shorten and lower all limits
-        likewise."""
+        """`doing` names the work under way. `log` is the log file for the stacks; None: there is none yet, and they go
+        to a temporary file. `ends_process`: this process is a command, not a program that calls rlctl. `look_s`:
+        seconds between two looks; shorter ones shorten and lower all limits likewise."""
         self._doing, self._log, self._ends_process, self._look_s = doing, log, ends_process, look_s
         self._stopped = threading.Event()
         self._main = threading.get_ident()
@@ -122,7 +121,7 @@ class StartWatch:
 
 
 def used() -> Use:
-    """Return the CPU time and the bytes written so far. The calling thread and those that draw do not count."""
+    """Return the CPU time and the bytes written so far, without the calling thread and the display's threads."""
     watching = time.thread_time() + sum(
         _cpu_of_thread(thread.native_id)
         for thread in threading.enumerate()

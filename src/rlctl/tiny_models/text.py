@@ -1,7 +1,6 @@
-"""A tiny random model of a family that rlctl trains, in the published layout, with a tokenizer of its own.
+"""A tiny random model of a supported family, in the published layout, with its own tokenizer.
 
-Rehearsals and tests run on them. They are written without torch, and their sizes are such that vLLM's kernels for CPUs
-take them.
+Rehearsals and tests run on them. They are written without torch, and vLLM's CPU kernels support their sizes.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ QWEN = {
     "vision_end_token": "<|vision_end|>",
 }  # fmt: skip
 SOFT_TOKENS = 70
-"""The most tokens of a gemma4 image, the fewest that its processor allows. It enlarges images to about so many."""
+"""The maximum tokens of a gemma4 image: its processor's smallest setting. It enlarges images to about this number."""
 MIXED_LAYERS = ["linear_attention", "full_attention"]
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 FAMILIES: dict[str, tuple[str, dict[str, str], list[str]]] = {
@@ -84,8 +84,8 @@ def write_vision_model(
     words: Sequence[str] = WORDS,
     seed: int = 0,
 ) -> Path:
-    """Save a random float32 model with all its files, as published models have them. `tiles`: idefics3 and smolvlm
-    enlarge images to so many sides of the tower and cut them into tiles; `words`: texts whose words are tokens."""
+    """Save a random float32 model with all its files in the published form. `tiles`: idefics3 and smolvlm enlarge
+    images to this many sides of the tower and cut them into tiles; `words`: texts whose words are tokens."""
     import torch
     from transformers import AutoModelForImageTextToText
 
@@ -102,7 +102,7 @@ def write_vision_model(
 
 
 def _with_published_names(file: Path) -> None:
-    """transformers saves a gemma3 that was not loaded under other names than those of published models."""
+    """transformers saves a gemma3 that was not loaded under other names than the published models."""
     from safetensors.torch import load_file, save_file
 
     within = re.compile(r"^vision_tower\.(?!vision_model)")

@@ -61,7 +61,7 @@ def exported_weights(
     megatron: MegatronDirectory, config_from: ModelSource | None, tell: Callable[[str], None]
 ) -> Exported:
     """Return a checkpoint's weights with merged adapters and the base model's multi-token-prediction layers. `tell`
-    reports missing parts. Raises InputError for a damaged checkpoint or a missing base model."""
+    receives missing parts. Raises InputError for a damaged checkpoint or a missing base model."""
     reader = TorchDistReader.open(megatron.shards)
     if adapter_keys(reader.shapes):
         return _merged(megatron, reader, config_from)

@@ -62,7 +62,7 @@ class Options:
     """Accept an existing destination made from the same source."""
     shard_bytes: int = 5_000_000_000
     whole: Path | None = None
-    """A model that takes images or sound as well, which is written with these weights in place of its text part's."""
+    """A model with image or sound parts, which is written with these weights as its text part."""
     progress: Progress = lambda step, done, total: None
     tell: Tell = lambda line: None
 
@@ -217,7 +217,7 @@ def take_text_part(source: Path, destination: Path, options: Options | None = No
         write_companions(source, aside, config | called_for)
         writer = SafetensorsWriter(aside, part.specs, options.shard_bytes)
         done = _write_safetensors(aside, SingleWorld(stored), RawTensors(part.files), text_layout, writer, options)
-        return replace(done, fingerprints={})  # in the dtypes of the files, of which nothing else is made
+        return replace(done, fingerprints={})  # in the dtypes of the files; nothing else is created
 
     return _write_under_lock(destination, (source,), part.specs, options, record.text_wanted(source), write)
 

@@ -29,9 +29,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """PEFT's name of a module of the model that it wraps."""
 EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""Last parts of names of linear layers that PEFT (0.19 to 0.21, on transformers 5) takes for routed experts wherever
-they stand in a mixture-of-experts model: adapters of shared experts and of dense layers would be dropped. It leaves
-`target_parameters` as they are, and vLLM and PEFT find the tensors under the same names (PEFT 0.17 and later)."""
+"""Last parts of names of linear layers that PEFT (0.19 to 0.21, on transformers 5) takes for routed experts anywhere in
+a mixture-of-experts model: it would drop adapters of shared experts and dense layers. PEFT leaves `target_parameters`
+unchanged, and vLLM and PEFT find the tensors under the same names (PEFT 0.17 and later)."""
 
 
 def megatron_to_peft(

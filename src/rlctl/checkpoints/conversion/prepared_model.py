@@ -53,8 +53,8 @@ def conversion_directory(directory: Path, dtype: str) -> Path:
 
 def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], None]) -> ModelSource:
     """Return the model that a run on `nodes` starts from: the conversion of `source`, created if missing, or a Megatron
-    checkpoint as is. If the default place is unusable, return the published files and `tell` why. Raises conversion
-    errors, and InputError for damaged or foreign files at the place."""
+    checkpoint unchanged. If the default place is unusable, return the published files and pass the reason to `tell`.
+    Raises conversion errors, and InputError for damaged or foreign files at the place."""
     if source.megatron is not None:
         return source
     place, has_directory = conversion_directory(source.directory, dtype), locations.named_directory() is not None

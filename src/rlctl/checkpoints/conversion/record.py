@@ -14,7 +14,7 @@ RECORD = "rlctl_conversion.json"
 
 
 def wanted(source: Path, dtype: str) -> dict[str, str]:
-    """The values that tell one conversion of a Hugging Face directory to Megatron from another."""
+    """The values that identify a conversion of a Hugging Face directory to Megatron."""
     return {"source": source_identity(source), "dtype": dtype, "format": "torch_dist"}
 
 

@@ -14,8 +14,8 @@ TIME = "model.chat_template_time"
 
 
 def take_tokenizer_of_run(megatron: MegatronDirectory, directory: Path, tell: Tell) -> None:
-    """Replace tokenizer and chat template of an export with those that the checkpoint's run trained with, where they
-    are not the base model's. `tell` says so, and reports what the run has not kept."""
+    """Replace tokenizer and chat template of an export by the run's, if they differ from the base model's. `tell`
+    receives the replacement and files that the run has not kept."""
     if not is_of_run(megatron):
         return
     try:

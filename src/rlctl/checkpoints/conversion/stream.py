@@ -127,7 +127,7 @@ def stream(
     with _one_thread_each(), ThreadPoolExecutor(threads) as makers:
         under_way: deque[tuple[str, torch.Tensor, Future[tuple[dict[str, int], bytes]]]] = deque()
         for name in order:
-            if len(under_way) > threads:  # each has one, and one more is ready when one of them ends
+            if len(under_way) > threads:  # each worker has one, and the next is ready when one ends
                 put(*under_way.popleft())
             memory.rotate(1)
             values = _tensor_in(memory[0], specs[name])
@@ -139,8 +139,8 @@ def stream(
 
 
 def verify(plan: TransferPlan, digests: Mapping[str, bytes], written: ParamReader, progress: Progress) -> None:
-    """Read every param back from the destination's files. Raises VerificationError, which names the tensors, where
-    bytes are not those that were made."""
+    """Read every param back from the destination's files. Raises VerificationError with the tensors whose bytes
+    differ."""
     params, done, lock = plan.layout.params, 0, Lock()
 
     def look(name: str, values: torch.Tensor) -> bool:

@@ -28,13 +28,13 @@ WEIGHTS = (
     "*.safetensors", "consolidated*", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack",
     "*.onnx",
 )  # fmt: skip
-"""Weights, in any format: some repositories carry copies of them next to the published ones."""
+"""Weights in any format: some repositories carry copies next to the published ones."""
 log = logging.getLogger(__name__)
 GENERATION_CONFIG = "generation_config.json"
 ADAPTERS = "adapter_config.json"
 """PEFT's own configuration, which a directory of adapters has instead of config.json."""
 LFS_POINTER = b"version https://git-lfs"
-"""How a file begins that Git LFS has put in place of one that was not fetched."""
+"""First bytes of a Git LFS pointer, which replaces a file that was not fetched."""
 
 
 def is_lfs_pointer(file: Path) -> bool:

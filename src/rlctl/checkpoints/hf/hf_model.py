@@ -37,7 +37,7 @@ PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """A directory whose tensors are those that its configuration calls for."""
+    """A directory with exactly the tensors that its configuration requires."""
 
     config: dict[str, Any]
     facts: ModelFacts

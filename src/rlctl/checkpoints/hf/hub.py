@@ -16,7 +16,7 @@ from rlctl.telemetry.terminal import Verbosity
 
 LIMIT_S = 5.0
 ASK_AGAIN_S = 600.0
-"""A program that goes on, such as a notebook, asks again after this time."""
+"""A long-lived program, such as a notebook, asks again after this time."""
 OFFLINE = "HF_HUB_OFFLINE"
 UNREACHED = "not in the Hugging Face cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set)."
 GATEWAY_ERRORS = (502, 503, 504)
@@ -51,7 +51,7 @@ def hub_answers() -> bool:
 
 
 def _go(*, online: bool) -> None:
-    """Set the libraries' offline mode, also of those that are imported later and of child processes."""
+    """Set offline mode in the libraries, in later imports and in child processes."""
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = not online
@@ -66,8 +66,8 @@ def _go(*, online: bool) -> None:
 
 
 def _unreached(endpoint: str) -> str:
-    """Return why the hub cannot be reached; empty: it answered. A thread asks: no timeout bounds the look-up of a name,
-    and those of the client hold for each of its steps."""
+    """Return why the hub cannot be reached; empty: it answered. A thread asks, because no timeout bounds a name look-up
+    and the client's timeouts hold for each step separately."""
     limit = max(LIMIT_S, float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 0))
     answers: list[str] = []
     threading.Thread(target=_ask, args=(endpoint, limit, answers), name="hub", daemon=True).start()

@@ -49,7 +49,7 @@ UNDERSTOOD = frozenset({
     "cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings",
     "module", "query", "key",
 })  # fmt: skip
-"""Arguments with which `row_attention` of the dtensor backend computes, and others that change nothing."""
+"""Arguments that `row_attention` of the dtensor backend uses, and arguments without effect."""
 CAUSAL = ("is_causal", "is_decoder", "causal")
 """Attributes that are false in encoder attention modules."""
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "num_selected_experts")
@@ -372,7 +372,7 @@ def _moe(inner: Any, listed: tuple[ListedTensor, ...]) -> MoeFacts | None:
     if chosen is None:
         raise _refusal(type(inner).__name__, f"its config.json does not say how many experts a token has ({CHOSEN[0]})")
     per_token = max(chosen) if isinstance(chosen, list | tuple) else int(chosen)
-    if ups is stacks:  # the smallest is that of the down-projections: gates and ups are often in one
+    if ups is stacks:  # the down-projections are the smallest: gates and ups are often one tensor
         matrices = [prod(tensor.shape[1:]) for tensor in stacks if len(tensor.shape) == 3]
         width = min(matrices) // inner.config.hidden_size
     else:

@@ -1,6 +1,6 @@
 """The published tensors behind the parameters and stored buffers of a transformers model.
 
-transformers is asked to save the model. Parameters that change (stacked experts, fused gate and up, fused convolutions)
+transformers saves the model. Parameters that change on saving (stacked experts, fused gate and up, fused convolutions)
 are replaced by small tensors of codes that reveal the location of each box.
 """
 
@@ -29,7 +29,7 @@ STACKS = {
 }
 """Stacked expert parameters, and each expert's published tensors in row order."""
 BIAS = ("score_correction_bias", "expert_bias")
-"""Ends of the names of buffers by which routers choose experts: they are stored, and kept in float32."""
+"""Suffixes of buffers that routers choose experts by: stored, and kept in float32."""
 CODES = 1 << 27
 """The most elements that the codes of a parameter may have."""
 
@@ -95,7 +95,7 @@ def _template(name: str, layer: int | None) -> str:
 
 
 def as_published(inner: Any, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return values of parameters under the names, and in the form, in which transformers would save them."""
+    """Return parameters under the names, and in the form, that transformers saves."""
     from transformers.core_model_loading import revert_weight_conversion
 
     try:

@@ -121,7 +121,7 @@ class SafetensorsDirectory:
         return sum(tensor.bytes for tensor in self.tensors.values())
 
     def in_order(self) -> list[StoredTensor]:
-        """The tensors in the order in which they lie in the files."""
+        """The tensors in file order."""
         return sorted(self.tensors.values(), key=lambda tensor: (tensor.file.name, tensor.position))
 
     @cached_property
@@ -182,8 +182,8 @@ def shard_files(directory: Path) -> list[Path]:
 
 
 def unread_weights(directory: Path) -> list[str]:
-    """Return a sentence for each set of weights that lies next to the one that is read, and may differ from it: another
-    save in safetensors, an adapter, and a copy in another format that is newer. transformers reads the same set."""
+    """Return a sentence for each set of weights next to the loaded one that may differ from it: another save in
+    safetensors, an adapter, and a newer copy in another format. transformers reads the same set as rlctl."""
     read = shard_files(directory)
     names = f"{directory}: weights are read from {listed([file.name for file in read], 3)}"
     others = sorted(set(directory.glob("*.safetensors")) - {*read})
@@ -264,7 +264,7 @@ class SafetensorsWriter:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         self._files = files or dict(zip(names if len(shards) > 1 else [SINGLE], shards, strict=True))
         self.order = [name for shard in self._files.values() for name in shard]
-        """The names of the tensors in the order in which they are written."""
+        """The names of the tensors in writing order."""
         self._left = iter(self._files)
         self._expected: list[str] = []
         self._written = 0  # bytes of the tensor that comes next

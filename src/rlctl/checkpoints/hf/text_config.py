@@ -29,7 +29,7 @@ which makes rotary embeddings plain."""
 OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 """Keys that may stand around the text section, and mean the text."""
 NO_TEXT = ("id2label", "label2id", "_name_or_path", "transformers_version")
-"""Keys that say nothing of the text model, or nothing that stays when another version takes the text part out again."""
+"""Keys without meaning for the text model, or that change when another version extracts the text part again."""
 OTHER_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Companions that speak of the other senses."""
 TEMPLATES = ("chat_template.json", "processor_config.json")
@@ -47,7 +47,7 @@ def has_text_part(directory: Path) -> bool:
 def text_config(directory: Path) -> dict[str, Any]:
     """Return the config.json of a model's text part. Raises InputError if it cannot be trained."""
     refuse_quantized(directory)
-    names: set[str] = set()  # of the stored tensors, as far as an index or headers tell
+    names: set[str] = set()  # of the stored tensors, as far as an index or headers list them
     if (directory / INDEX).is_file() and not (directory / SINGLE).exists():
         names = {*(read_object(directory, INDEX).get("weight_map") or ())}
     elif any(directory.glob("*.safetensors")):
@@ -131,8 +131,8 @@ def _of_class(config: dict[str, Any], text: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _with_older_rope(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the keys in which transformers 4, and what is built on it, reads rotary embeddings: without `rope_theta` it
-    takes 10,000. transformers 5.19 reads both forms; where they would not be equal there, only its form stays."""
+    """Add the keys that transformers 4 and its users read rotary embeddings from: without `rope_theta` they take
+    10,000. transformers 5.19 reads both forms; if the two forms would differ there, only its own is written."""
     from transformers import CONFIG_MAPPING
 
     rope = values.get("rope_parameters")

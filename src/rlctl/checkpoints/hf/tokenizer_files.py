@@ -1,8 +1,8 @@
-"""The tokenizer in a directory: `tokenizer.json` decides what a text becomes.
+"""The tokenizer in a directory: `tokenizer.json` decides.
 
 AutoTokenizer of transformers 5 rebuilds the tokenizer of many classes from vocabulary and merges alone, with the
-normalizer, pre-tokenizer and decoder of the class. The class follows from `tokenizer_config.json`, the model type and,
-for some published models, the spelling of the path. A byte-level Llama whose files name LlamaTokenizerFast (DeepSeek's
+class's normalizer, pre-tokenizer and decoder. The class follows from `tokenizer_config.json`, the model type and, for
+some published models, the spelling of the path. A byte-level Llama whose files name LlamaTokenizerFast (DeepSeek's
 distilled models) then loses blanks and line ends, and every file under model type qwen2 gets Qwen2's pre-tokenizer.
 """
 
@@ -34,12 +34,13 @@ PROBE = (
     "Hello  world, it is 1234\n\n\tok?  It's THEIR'S (x_1 = -2.50e3); na\u00efve caf\u00e9 e\u0301 \u00df\u0130 "
     "\u4f60\u597d\u3002 \u0645\u0631\u062d\u0628\u0627 \U0001f600\r\n  def f(a):\n    return a[0] \u2028 \u00a0 end \n"
 )
-"""A text on which normalizers and pre-tokenizers differ: blanks, line ends, digits, contractions, accents, scripts."""
+"""A text that distinguishes normalizers and pre-tokenizers: blanks, line ends, digits, contractions, accents,
+scripts."""
 
 
 def by_its_file(tokenizer: PreTrainedTokenizerBase, directory: Path | str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a directory as its `tokenizer.json` has it: the one that was loaded, or the plain class
-    where the loaded one reads a text otherwise or does not give it back. Code of the model's own stays."""
+    """Return a directory's tokenizer with the results of its `tokenizer.json`: the loaded tokenizer, or the plain class
+    if the loaded one encodes or decodes a text differently. Code of the model's repository stays."""
     file, backend = Path(directory) / TOKENIZER_JSON, getattr(tokenizer, "backend_tokenizer", None)
     of_library = type(tokenizer).__module__.startswith("transformers.")
     from transformers import PreTrainedTokenizerFast
@@ -64,8 +65,8 @@ def by_its_file(tokenizer: PreTrainedTokenizerBase, directory: Path | str) -> Pr
 def write_tokenizer(
     source: Path, destination: Path, *, template: str | None, plain: bool, generation: dict[str, Any]
 ) -> None:
-    """Write the tokenizer of `source` for an export: with `template` in place of its own, under the class that takes
-    its file as it is (`plain`), and with a generation_config.json of `generation`."""
+    """Write the tokenizer of `source` for an export: with `template` as chat template, under the class that reads its
+    file unchanged (`plain`), and with a generation_config.json of `generation`."""
     copy_matching(source, destination, TOKENIZER)
     path = destination / TOKENIZER_CONFIG
     values = read_object(destination, TOKENIZER_CONFIG) if path.is_file() else {}
@@ -81,8 +82,8 @@ def write_tokenizer(
 
 
 def replace_tokenizer(directory: Path, by: Path) -> None:
-    """Replace the tokenizer, chat template and generation configuration in `directory` with those that
-    `write_tokenizer` wrote."""
+    """Replace the tokenizer, chat template and generation configuration in `directory` by the files of
+    `write_tokenizer`."""
     remove_matching(directory, TOKENIZER)
     copy_matching(by, directory, (*TOKENIZER, GENERATION_CONFIG))
 

@@ -107,7 +107,7 @@ def head_of(inner: Any) -> Callable[[Tensor], Tensor]:
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     class Output(MoeModelOutputWithPast):
-        """The output of the layers, of which all is absent but the hidden states."""
+        """A model output with hidden states only."""
 
         def __getattr__(self, name: str) -> None:
             if name.startswith("__"):

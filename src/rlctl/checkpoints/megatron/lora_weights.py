@@ -49,7 +49,7 @@ class SavedAdapters:
     scale: float
     dtype: str = "float32"
     rounding: Rounding = "nearest"
-    """The dtype in which the adapted layers compute, and how their base is rounded to it."""
+    """The compute dtype of the adapted layers, and the rounding of their base."""
 
     def onto(self, layout: Layout) -> Layout:
         """A layout of the base's weights, read with the adapters merged."""

@@ -44,7 +44,7 @@ class MegatronModel:
     whole: Layout
     """The keys with their contents."""
     layout: Layout
-    """The blocks in which they were written."""
+    """The blocks of the writer."""
     blocks: dict[str, keys.StoredBlock]
     dtype: str
 

@@ -104,7 +104,7 @@ def load_metadata(directory: Path) -> Any:
 
 
 def load_common(directory: Path) -> dict[str, Any]:
-    """The values of `common.pt`; {} where there is none."""
+    """Return the values of `common.pt`; {} without the file."""
     path = directory / "common.pt"
     if not path.is_file():
         return {}

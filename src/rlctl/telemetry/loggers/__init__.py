@@ -101,7 +101,7 @@ class LoggedRun:
 
 
 class LoggerThread:
-    """Runs a logger in a thread; `tell` reports its failure once."""
+    """Runs a logger in a thread. `tell` receives its failure once."""
 
     def __init__(self, title: str, start: Callable[[], Logger], tell: Callable[[str], None]) -> None:
         self.title = title
@@ -140,7 +140,7 @@ def wanted_loggers(
     config: RunConfig, tell: Callable[[str], None] = lambda _: None, *, optional: bool = False
 ) -> tuple[str, ...]:
     """Return a run's loggers; by default TensorBoard, and W&B with WANDB_API_KEY. Raises InputError for a missing
-    package, or with `optional` leaves it out and calls `tell`."""
+    package; with `optional` it calls `tell` and leaves the logger out."""
     default = ("tensorboard", "wandb") if os.environ.get("WANDB_API_KEY") else ("tensorboard",)
     names: list[str] = []
     for name in default if config.loggers is None else config.loggers:

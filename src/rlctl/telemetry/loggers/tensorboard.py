@@ -19,9 +19,9 @@ class TensorBoardLogger:
     install = "tensorboard"
 
     def __init__(self, run: LoggedRun) -> None:
-        # TensorBoard's own format: torch's wrapper around it would bring torch into the driver, and its EventFileWriter
-        # has a thread that prints a traceback of its own where the disk is full.
-        # Types: generated modules of tensorboard name their classes only while they run.
+        # TensorBoard's own writer: torch's wrapper would import torch into the driver, and EventFileWriter has a thread
+        # that prints a traceback on a full disk. Types: tensorboard's generated modules name their classes only at run
+        # time.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.record_writer import RecordWriter
 

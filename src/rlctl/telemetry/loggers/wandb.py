@@ -35,4 +35,4 @@ class WandbLogger:
         import wandb  # pyright: ignore[reportMissingImports]
 
         self._run.finish()
-        wandb.teardown()  # its own process ends now: the end of Ray's session ends whatever processes are left
+        wandb.teardown()  # end its process now: the end of Ray's session kills remaining processes
