@@ -220,8 +220,8 @@ def wanted(config: RlctlConfig) -> Wanted:
 
 
 def planned(config: RlctlConfig) -> tuple[Plan | None, str]:
-    """Return the plan, and why there is none. Unknown models and runs without GPUs have none and need no reason. On a
-    machine without GPUs the plan is for H100s, as that of `rlctl plan`."""
+    """Return the plan, or the reason against it. Unknown models and runs without GPUs have neither. On a machine
+    without GPUs the plan is for H100s, like `rlctl plan`'s."""
     from rlctl.checkpoints.hf.model_facts import known_facts
     from rlctl.errors import ConfigError, InputError, NoPlanError
     from rlctl.jobs.dry_run import ASSUMED_GPU

@@ -76,7 +76,7 @@ SHARED = (RolloutConfig, TextConfig)
 
 
 def declare(config: type[Section]) -> list[str]:
-    """Add the flags that a configuration class declares; return the ones of keys that `SHARED` lacks."""
+    """Add the flags that a configuration class declares; return the flags of keys that `SHARED` lacks."""
     schema = Schema((config,))
     flags = schema.with_mark(Flag)
     for key, flag in flags.items():
@@ -213,7 +213,7 @@ def resolve_config(
         command=None if params.get("resume") else command,
     )  # fmt: skip
     if (length := given.get("max_length")) and resolved.config.rollout_settings:
-        # By default completions get what a prompt of 256 tokens, or of an eighth, leaves.
+        # By default completions get the tokens that a prompt of 256, or of an eighth of the length, leaves.
         new = max(1, length - min(256, length // 8))
         resolved = resolved.with_values({"generation.max_new_tokens": new}, "with --max-length")
     if resolved.config.data.name and resolved.config.data.name.startswith(GYM_PREFIX):

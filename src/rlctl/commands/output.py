@@ -23,7 +23,7 @@ class JsonMode:
 
 
 class OwnProcess:
-    """Whether this process runs one command, rather than a program that calls rlctl."""
+    """Whether this process runs one command, and not a program that calls rlctl."""
 
     is_one = False
 
@@ -91,6 +91,6 @@ def report_error(error: RlctlError) -> None:
 
 
 def error_json(error: RlctlError) -> dict[str, Any]:
-    """Return an error as --json has it."""
+    """Return an error for --json."""
     detail = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
     return {"error": detail | {"exit_code": error.exit_code}}

@@ -20,7 +20,7 @@ from rlctl.config.other_trainers import NAMES
 from rlctl.errors import InputError
 from rlctl.telemetry.terminal import be_quiet, be_verbose, without_color
 
-# Typer's own base of what is wrong with a command line: an unknown option, a missing argument, a value of a wrong type.
+# Typer's base of command-line errors: an unknown option, a missing argument, a value of a wrong type.
 CommandLineError: Any = typer.BadParameter.__mro__[2]
 
 ALIASES: dict[str, str] = NAMES["flags"]
@@ -51,7 +51,7 @@ PANELS = {
 }  # fmt: skip
 """Headings of a long help and their parameters; other parameters come last."""
 LONG = 14
-"""Number of options from which a help has headings."""
+"""Minimum options for headings in a help text."""
 HELP_WIDTH = 118
 
 Quiet = Annotated[
@@ -141,7 +141,7 @@ SEVERAL = ("--compare",)
 
 
 def several(args: list[str]) -> list[str]:
-    """Return a command line in which an option of `SEVERAL` is repeated for each of its words."""
+    """Return a command line that repeats an option of `SEVERAL` for each of its words."""
     notes: list[str] = []
     repeated = None
     for word, before in zip(args, ["", *args], strict=False):

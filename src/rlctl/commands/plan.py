@@ -100,7 +100,7 @@ def plan(
         refuse_with("--compare shows plans side by side and no alternatives", ["top"] if top else [])
         if len(compare) < 2:
             raise InputError(f"--compare {compare[0]} names one plan.", "Name two or more to compare.")
-        once = functools.cache(message)  # what is true of all plans
+        once = functools.cache(message)  # common to all plans
         variants = [resolved_with(*side(text)) for text in compare]
         for text, resolved in zip(compare, variants, strict=True):
             refuse_replaced(text, resolved)
@@ -252,7 +252,7 @@ def show_calibration(run: Path, json_: bool) -> None:
 
 
 MOST_NODES = 4
-"""The table goes up to this many times the nodes that are asked for."""
+"""The table ends at this multiple of the requested nodes."""
 
 
 def show_table(resolved_with: Callable[[list[str]], Resolved], json_: bool) -> None:

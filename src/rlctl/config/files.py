@@ -75,7 +75,7 @@ def json_line(value: Any, indent: int | None = None, other: Callable[[Any], str]
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON, as `replace_file` does."""
+    """Replace `path` by `value` as JSON, atomically (`replace_file`)."""
     replace_file(path, json_line(value, indent=2))
 
 
@@ -111,7 +111,7 @@ def held_folder(name: str, base: Path, remove: Callable[[Path], object] = _remov
 
 
 def abandoned(name: str, base: Path) -> list[Path]:
-    """Return this user's folders of a name whose holder is gone, but for those that are still to be kept."""
+    """Return this user's folders of a name whose holder has ended, without folders still to be kept."""
     files = []
     for lock in base.glob(f"rlctl-{name}*/{LOCK}"):
         with contextlib.suppress(OSError), lock.open() as stream:
@@ -123,14 +123,14 @@ def abandoned(name: str, base: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def temporary_folder(name: str, tell: Callable[[str], None] | None = None) -> Iterator[Path]:
-    """Make a temporary folder `rlctl-name-...` (see `held_folder`). With `tell` it is for logs: after a failure it is
-    kept for a day, and `tell` reports it."""
+    """Make a temporary folder `rlctl-name-...` (see `held_folder`). With `tell` the folder is for logs: after a failure
+    it is kept for a day, and `tell` receives its path."""
     with held_folder(f"{name}-", Path(tempfile.gettempdir())) as made:
         try:
             yield made
         except Exception:
             if tell is not None and any(path.is_file() and path.stat().st_size for path in made.rglob("*")):
-                with contextlib.suppress(OSError):  # the failure itself is what matters
+                with contextlib.suppress(OSError):  # report the failure, not the clean-up
                     (made / KEPT).touch()
                     tell(f"the logs of the processes are kept in {made}")
             raise

@@ -224,7 +224,7 @@ class Names(dict[str, Any]):
 
 
 def type_of(annotation: str, module: Module) -> Any:
-    """Return the type that the text of an annotation stands for in a module."""
+    """Return the type of an annotation's text in a module."""
     try:
         value = eval(annotation, {"__builtins__": {}}, Names(module))
     except (TypeError, AttributeError, SyntaxError):

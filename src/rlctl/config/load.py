@@ -58,7 +58,7 @@ class Resolved:
     refusals: tuple[str, ...] = ()
     """Lines on unsupported settings of the sources."""
     final: tuple[str, ...] = ()
-    """Those of `refusals` that `--allow-differences` cannot remove: other kinds of recipe."""
+    """The `refusals` that `--allow-differences` cannot remove: other kinds of recipe."""
     schema: Schema = field(default_factory=lambda: Schema(()), repr=False, compare=False)
     """The keys of all methods that the configuration was resolved among."""
 
@@ -74,8 +74,7 @@ class Resolved:
         return self._again([below, Source(kept, self.notes, refusals, shared=True)])
 
     def with_plan(self, plan: Plan) -> Resolved:
-        """Return the configuration with the plan's values, and those that plug-ins take from the plan, for unset
-        keys."""
+        """Return the configuration with values from the plan for unset keys, plug-ins' keys included."""
         planned = {key: mark.value(plan) for key, mark in Schema((type(self.config),)).with_mark(Decided).items()}
         decided = {key: value for key, value in planned.items() if value is not None}
         return self.with_values({**plan.config_values(), **decided})
@@ -91,7 +90,7 @@ class Resolved:
         return from_sources(sources, type(self.config), schema=self.schema)
 
     def require_supported(self) -> None:
-        """Raise ConfigError where a source asks for what rlctl cannot run yet."""
+        """Raise ConfigError if a source uses a feature that rlctl cannot run yet."""
         if self.final:
             raise ConfigError(
                 "\n".join(self.final), "Name a recipe of GRPO, distillation, SFT or DPO, or set rlctl's own keys."
@@ -103,7 +102,7 @@ class Resolved:
             )
 
     def allowing_differences(self) -> Resolved:
-        """Return the configuration without what rlctl cannot run yet, which the notes name."""
+        """Return the configuration without values that rlctl cannot run yet; notes name them."""
         left_out = [line for line in self.refusals if line not in self.final]
         return replace(self, refusals=self.final, notes=(*self.notes, *(f"left out: {line}" for line in left_out)))
 

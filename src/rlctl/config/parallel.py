@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
-"""The fields of `ParallelSpec` that are sizes of groups, in the order in which they are named to users."""
+"""The fields of `ParallelSpec` that are group sizes, in display order."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class ParallelSpec:
     cp: int = 1
     ep: int = 1
     etp: int = 0
-    """Tensor parallel size of the experts; 0, or left out, stands for `tp`, and reads as that."""
+    """Tensor parallel size of the experts; 0 or unset means `tp`, and reads as `tp`."""
     dp: int = 1
     replicate: int = 1
     """Copies of FSDP2's shards: each is sharded over dp / replicate ranks (times cp)."""
     sequence_parallel: bool | None = None
-    """None, or left out, stands for `tp > 1`, and reads as that."""
+    """None or unset means `tp > 1`, and reads as that value."""
     first_stage_layers: int | None = None
     """Layers of the first pipeline stage; None: like unnamed stages."""
     last_stage_layers: int | None = None
@@ -71,7 +71,7 @@ class ParallelSpec:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Divisor of micro-batches per step: the interleaved schedule needs groups of as many as stages."""
+        """Divisor of micro-batches per step: the interleaved schedule needs groups of one micro-batch per stage."""
         return self.pp if self.vpp > 1 else 1
 
     def data_rank(self, rank: int) -> int:

@@ -17,7 +17,7 @@ ORDER = ("laptop", "1gpu", "1node", "2nodes", "8nodes")
 
 @dataclass(frozen=True)
 class Preset:
-    """One preset file's own values, without those of its base."""
+    """One preset file's values, without its base's values."""
 
     name: str
     path: Path

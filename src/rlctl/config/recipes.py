@@ -44,7 +44,7 @@ class Entry:
 
 
 def grouped(entries: Iterable[Entry]) -> list[tuple[str, Entry]]:
-    """Return a line for the entries of a section that have the same outcome and reason, with the first of them."""
+    """Return one line for entries of a section with the same outcome and reason, with the first entry."""
     groups: dict[tuple[str, ...], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.status, entry.key.partition(".")[0], entry.note), []).append(entry)
@@ -81,7 +81,7 @@ class Import:
     before: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The recipe's values before overrides."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """Lines on which of two values that the recipe has for the same thing holds."""
+    """Lines on which value wins if the recipe sets one thing twice."""
     optional: set[str] = dataclasses.field(default_factory=set)
     """Keys accepted even if the model or machine lacks their feature."""
 

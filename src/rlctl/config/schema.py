@@ -1,6 +1,6 @@
 """Schema keys by dotted name: existence, types, and nearest matches.
 
-A `Schema` is made of configuration classes, which the rooms above hand down; this room knows none of them.
+A `Schema` is made of configuration classes, which the rooms above hand down; this room imports none of them.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Registry:
 
     schema: Schema
     config_class: Callable[[str | None], type[Section]]
-    """Method name -> configuration class; None stands for the default method."""
+    """Method name -> configuration class; None is the default method."""
     importers: Callable[[], Iterable[Importer]] = tuple
 
     @classmethod

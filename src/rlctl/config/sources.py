@@ -57,7 +57,7 @@ TASK_KEYS = (
 
 VALIDATES = ("validation.every", "validation.at_start", "validation.at_end", "validation.answers")
 ROWS_OF_VALIDATION = ("validation.holdout", "validation.data.name")
-"""Keys that make a run validate, and those that name rows for it; tasks make other rows by themselves."""
+"""Keys that enable validation, and keys that name its rows; tasks generate other rows."""
 MADE = ("reasoning-gym:", "drawn-shapes")
 """Beginnings of the names of such tasks."""
 
@@ -211,7 +211,7 @@ class Source(PydanticBaseSettingsSource):
     def _checked(self, value: Value) -> Value:
         schema = self.schema
         if schema.field(value.key) is None:
-            # A search for what was meant takes milliseconds, and no more lines than these are shown.
+            # A search for similar keys takes milliseconds; no more lines than these are shown.
             meant = schema.nearest(value.key) if len(self.unknown) < MOST_LINES else None
             hint = f"; did you mean `{meant}`?" if meant else "."
             self.unknown[value.key] = f"unknown key `{value.key}` ({value.origin}){hint}"
@@ -232,13 +232,13 @@ class Source(PydanticBaseSettingsSource):
 
 
 def _by_own_name(value: Value) -> Value:
-    """Return the value under rlctl's key where another program's name stands for one."""
+    """Return the value under rlctl's key if another program's name maps to one."""
     key, taken = canonical(value.key, value.value)
     return value if key == value.key else Value(key, taken, f"{value.origin}, as {value.key}", value.optional)
 
 
 def method_source(method: str, defaults: Mapping[str, Any]) -> Source:
-    """The values that a training method or an RL algorithm sets in place of defaults."""
+    """The values of a training method or an RL algorithm that replace defaults."""
     return Source(Value(key, value, f"{ALGORITHM}{method}") for key, value in defaults.items())
 
 

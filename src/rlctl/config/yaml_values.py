@@ -22,7 +22,7 @@ class Loader(yaml.SafeLoader):
     """Safe loader with the core schema of YAML 1.2 (section 10.3.2) that refuses a key given twice."""
 
 
-Loader.yaml_implicit_resolvers = {}  # without those of YAML 1.1
+Loader.yaml_implicit_resolvers = {}  # without YAML 1.1's
 MERGE = "tag:yaml.org,2002:merge"
 CORE_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")}
 Loader.yaml_constructors = {

@@ -118,7 +118,7 @@ def deep(
     directory: Path = Path("runs"),
 ) -> list[ProbeOutcome]:
     """Run the probes in `folder` and return their outcomes. `gpu`: the value of `cluster.gpu`; without GPUs the CPU.
-    `done` receives each outcome; `directory`: the one of runs."""
+    `done` receives each outcome; `directory`: the runs' directory."""
     if gpu != CPU:
         require_whole_gpus()
     gpu = gpu if list_gpus() else CPU
@@ -252,7 +252,7 @@ class ProbeProcess:
     def outcome(self) -> ProbeOutcome:
         probe, code, seconds = self.probe, self.process.returncode, time.monotonic() - self.began
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # whatever it has left running
+            os.killpg(self.process.pid, signal.SIGKILL)  # its remaining processes
         value = json_object(self.answer.read_bytes())
         if code == NoPlanError.exit_code and not self.stopped:
             return ProbeOutcome(

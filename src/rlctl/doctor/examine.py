@@ -61,7 +61,7 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     yield network.check_ray(wanted.ray_address)
     if wanted.ray_address:
         needed = wanted.parameters * host.CONVERTED_BYTES_PER_PARAMETER
-        count = max(wanted.gpus_per_node, len(found))  # a plan counts on each node having as many as this one
+        count = max(wanted.gpus_per_node, len(found))  # a plan assumes the same number on each node
         directory = converted_directory()
         kind = wanted.gpu if wanted.gpus_per_node else "auto"
         more = partial(nodes.checks_of_nodes, wanted.gpus_per_node, kind, quick=quick)

@@ -225,7 +225,7 @@ def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = 
 
 
 def check_compiler(which: Callable[[str], str | None] = shutil.which, headers: Path | None = None) -> Check:
-    """Check for a C compiler and Python's headers, with which Triton builds each kernel's launcher."""
+    """Check for a C compiler and Python's headers, which Triton needs to build each kernel's launcher."""
     compiler = os.environ.get("CC") or which("gcc") or which("clang")
     if compiler is None:
         return Check("kernel-compiler", "fail", "Triton needs a C compiler", "Install gcc, or name one in CC.")

@@ -28,7 +28,7 @@ TRAINING_BYTES_PER_PARAMETER = 20
 LEAST_LOCKED = 64 << 20
 LEFT_OVER_AGE_S = 600.0
 LEAST_SPACE = 2 * GIB
-# On a CPU, which takes most. A run's checkpoint: weights, the optimizer's copy of them and two moments of Adam, all in
+# Sizes on a CPU, the largest case. A run's checkpoint: weights, the optimizer's copy and two moments of Adam, all in
 # float32. A converted model: float32.
 CHECKPOINT_BYTES_PER_PARAMETER = 16
 CONVERTED_BYTES_PER_PARAMETER = 4

@@ -28,8 +28,7 @@ WORSE = ("ok", "warn", "fail")
 
 
 def ask_nodes(work: Callable[..., R], *arguments: object, limit_s: float) -> dict[str, R | str]:
-    """Call `work` on each living node, by its address; a text stands for the answer that a node owes after
-    `limit_s`."""
+    """Call `work` on each living node, by its address; a text replaces an answer that is late (`limit_s`)."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -146,7 +145,7 @@ def rates_here(names: Sequence[str], directory: str, cpu: bool) -> list[Measured
                 probe = LAYERS[name]
                 live.append((gpu, ProbeProcess(probe, runner.command(probe), place, probe.limit_s, environment)))
             try:
-                while [1 for _, process in live if not process.over()]:  # each is asked, and ended at its limit
+                while [1 for _, process in live if not process.over()]:  # each node is called, and ended at its limit
                     time.sleep(POLL_S)
             finally:
                 for _, process in live:

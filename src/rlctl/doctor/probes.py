@@ -377,7 +377,7 @@ def train_megatron(device: str, te: bool) -> Figures:
 
 @probe("ray", "Ray", 90, "Run `rlctl doctor`: its checks of Ray name ports and directories.", package="ray")
 def ray(device: str, models: Path) -> Figures:
-    """Start Ray as a run does, and ask a worker for its device."""
+    """Start Ray like a run, and ask a worker for its device."""
     import ray as cluster
 
     from rlctl.cluster.ray_session import ray_session

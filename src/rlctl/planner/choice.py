@@ -33,7 +33,7 @@ class EngineNumbers:
 
 
 PLAIN_ENGINE = EngineNumbers()
-"""An engine of which nothing is set."""
+"""An engine with defaults only."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class TrainingChoice:
     reference_offload: bool = False
     """The reference's weights wait in host memory and change places with the policy's for its log-probs."""
     valued: bool = False
-    """The model has a value of each position in place of logits."""
+    """The model returns a value per position in place of logits."""
     critic: bool = False
     """A value model of the same size is trained on the same devices."""
     critic_offload: bool = False

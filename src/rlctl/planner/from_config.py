@@ -42,8 +42,8 @@ DRIVER_LIMIT_S = 30.0
 PROMPT_TOKENS = 128
 """Prompt length that the planner assumes where the data is not read."""
 IMAGE_TOKENS, IMAGE_SHARE = 384, 0.75
-"""Tokens of images that are assumed in a prompt of a model that reads them (Qwen2.5-VL reads 640 x 480 pixels as 391),
-next to those of its text, and the share of a text that is assumed."""
+"""Assumed image tokens in a prompt of a vision model (Qwen2.5-VL reads 640 x 480 pixels as 391), beside the prompt's
+text, and the assumed share of a text."""
 SHORTEST_ROOM = 256
 """Prompt tokens that are always provided for, however short the prompts looked at are."""
 TEXT_TOKENS = 2048
@@ -342,8 +342,8 @@ def plan_from_config(
     teacher: ModelFacts | None = None,
     refusal: Refusal = lambda _: None,
 ) -> Plan:
-    """Return the plan of a configuration; `refusal` tells why a backend cannot run it. Raises ConfigError, NoPlanError
-    or MachineError."""
+    """Return the plan of a configuration; `refusal` returns why a backend cannot run it. Raises ConfigError,
+    NoPlanError or MachineError."""
     cluster = cluster_from_config(config, assume)
     pins = pins_from_config(config)
     if workload.trains:
@@ -372,7 +372,7 @@ def plan_from_config(
     require_format(config, cluster)
     precision, lora = precision_from_config(config, cluster), config.training.lora
     adapters = LoraChoice(lora.rank, "attention" in lora.targets, "mlp" in lora.targets) if lora.rank else None
-    # Float32 is what rlctl gives Megatron unless the user passes something else.
+    # rlctl gives Megatron float32 unless the user passes another dtype.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
     unfused = config.megatron.passed.get("transformer_impl") == "local" or _lacks_transformer_engine(config, assume)
     own_layers = lora.rank > 0 or config.megatron.passed.get("transformer_impl") == "local"
@@ -391,7 +391,7 @@ def plan_from_config(
 
 
 def _lacks_transformer_engine(config: RlctlConfig, assume: str | None) -> bool:
-    """Whether this machine's GPUs train, and TransformerEngine is not installed here."""
+    """Whether this machine's GPUs train without an installed TransformerEngine."""
     here = config.cluster.ray_address is None and (assume is None or config.cluster.gpu == "auto")
     return here and find_spec("transformer_engine") is None and bool(local_gpus())
 

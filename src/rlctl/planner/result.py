@@ -113,12 +113,12 @@ class Plan:
         return {name: (low * named[name], high * named[name]) for name, (low, high) in factors.items()}
 
     def equals(self, other: Plan) -> bool:
-        """Whether the seconds of two plans are too near for the prediction to tell which is faster."""
+        """Whether the difference of two plans' seconds is within the prediction's error."""
         return abs(math.log(self.total_s / other.total_s)) <= math.log1p(RESOLUTION)
 
     @property
     def waits(self) -> dict[str, float] | None:
-        """Seconds of a step in which each side waits for the other; None: both are on the same devices."""
+        """Seconds of a step that each side waits for the other; None: both use the same devices."""
         if self.training is None or self.generation is None or self.colocated:
             return None
         policy = sum(self.seconds[phase] for phase in (Phase.GENERATION, Phase.REWARD, Phase.WAITING))
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def engines_have_nodes(self) -> bool:
-        """Whether engines have separate nodes: a split over several nodes falls between two of them."""
+        """Whether engines have separate nodes: a split over several nodes lies between two of them."""
         if self.colocated or self.training is None or self.cluster.nodes == 1:
             return False
         return self.cluster.is_cpu or self.training.parallel.world_size % self.cluster.gpus_per_node == 0

@@ -44,7 +44,7 @@ class Leaf:
             self.say("mapped", f"{key}: {short(value)}")
 
     def map_all(self, values: Mapping[str, Any], but: str | None = None) -> None:
-        """Give keys of rlctl their values and record them; `but` says in which way they differ from the recipe."""
+        """Set keys of rlctl and record them; `but` describes a difference from the recipe."""
         for key, value in values.items():
             self.set(key, value)
         note = ", ".join(f"{key}: {short(value)}" for key, value in values.items())
@@ -141,7 +141,7 @@ def apply_rule(rule: Rule, leaf: Leaf) -> None:
     values, source, before = dict(result.values), dict(result.source), len(result.entries)
     try:
         rule(leaf)
-    except InputError:  # a ValueError too, with a sentence of its own
+    except InputError:  # including ValueError, with a separate sentence
         raise
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
         result.values, result.source = values, source

@@ -135,7 +135,7 @@ class DTensorWorld:
         return {piece.param: roles[piece.tensor] for piece in self.modules.pieces}
 
     def layout(self, rank: int) -> Layout:
-        """Everything that `rank` holds; parameters of which it holds nothing are there with an empty shape."""
+        """Return all parameters of `rank`. Parameters without elements on it have an empty shape."""
         tp, shard = rank % self.parallel.tp, rank // self.parallel.tp % self.parallel.fsdp_shards
         whole_params = self.modules.params
         boxes = {name: self._box(name, spec.shape, tp, shard) for name, spec in whole_params.items()}

@@ -45,7 +45,7 @@ class Span(NamedTuple):
         return self.start + (self.count - 1) * self.step
 
     def part(self, first: int, count: int, every: int = 1) -> Span:
-        """The span's own elements first, first + every, ... (`count` of them)."""
+        """The span's elements first, first + every, ... (`count` of them)."""
         return Span(self.start + first * self.step, count, self.step * every)
 
 
@@ -222,7 +222,7 @@ def coverage(name: str, spec: ParamSpec | None, boxes: Sequence[Box]) -> Iterato
 
 
 def overlaps(boxes: Iterable[Box]) -> Iterator[tuple[Box, Box]]:
-    """Pairs of boxes that share elements, found by a sweep along the axis on which the boxes differ most."""
+    """Pairs of boxes that share elements, found by a sweep along the axis where the boxes differ most."""
     boxes = [box for box in boxes if volume(box)]
     if len(boxes) < 2:
         return

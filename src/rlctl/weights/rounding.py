@@ -28,7 +28,7 @@ EVEN_FLOAT16, LARGEST_FLOAT16, INFINITE_FLOAT16 = 0x38800000, 0x477FE000, 0x477F
 """float32 patterns of 2^-14 (float16 is evenly spaced below), of 65504, its largest number, and 65520, where nearest
 gives infinity."""
 THREADED = 1 << 22
-"""Elements from which several threads of a processor share the work."""
+"""Minimum elements for work on several threads."""
 
 
 def narrowed(values: Tensor, dtype: torch.dtype, rounding: Rounding = "unbiased") -> Tensor:
@@ -42,7 +42,7 @@ def narrowed(values: Tensor, dtype: torch.dtype, rounding: Rounding = "unbiased"
 
 @torch.no_grad()
 def narrow_into(target: Tensor, source: Tensor, rounding: Rounding = "unbiased") -> None:
-    """Copy `source` into `target`, of the same shape, rounded as `narrowed` does."""
+    """Copy `source` into `target` of the same shape, rounded like `narrowed`."""
     if target.dtype == source.dtype or target.dtype not in NARROW or rounding == "nearest":
         target.copy_(source)
         return

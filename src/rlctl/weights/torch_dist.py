@@ -21,8 +21,8 @@ from rlctl.weights.megatron import MegatronWorld
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*mlp\.experts\.)local_experts\.(\d+)\.(.+)$")
 
-# TransformerEngine's key -> the key of the local layer spec, where they differ in a checkpoint: with latent attention,
-# and without it (where Megatron renames the local spec's norms, those of layers with experts included)
+# TransformerEngine's key -> the local layer spec's key, where they differ in a checkpoint: with latent attention, and
+# without it (Megatron renames the local spec's norms there, in layers with experts too)
 LATENT_KEYS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
@@ -71,8 +71,8 @@ def layout(
     holds: Callable[[str], bool] | None = None,
 ) -> Layout:
     """Return keys, global shapes and pieces of a model's checkpoint. `vocab_rows`: padded vocabulary; None: the
-    model's. `holds` tells existing keys and selects the norms' spelling; without it the layout has both spellings, so
-    the checkpoint loads under either spec."""
+    model's. `holds` tests a key for existence and selects the norms' spelling; without it the layout has both
+    spellings, so the checkpoint loads under either spec."""
     style = style or default_style(facts)
     world = MegatronWorld(facts, ParallelSpec(), "te", dtype, "sequential", weights_of(facts).zero_centered_norms)
     rank = world.layout(0)
@@ -103,7 +103,7 @@ def extra_state_keys(facts: ModelFacts, style: KeyStyle | None = None) -> list[s
 
 
 def _object_key(address: _Address) -> str:
-    """Unique key of a sharded object: its place in the grid of all of them (dist_checkpointing/mapping.py)."""
+    """Unique key of a sharded object: its position in the grid of shards (dist_checkpointing/mapping.py)."""
     offset, shape = address.lead or (0,), address.sizes or (1,)
     return f"{address.key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
 
@@ -180,7 +180,7 @@ class StoredBlock:
 
 
 def chunk_of(spec: ParamSpec, key: str, lead: int, limit_bytes: int) -> list[StoredBlock]:
-    """The blocks in which a key is written: one for each index of its `lead` axes, cut further above `limit_bytes`."""
+    """The stored blocks of a key: one for each index of its `lead` axes, cut further above `limit_bytes`."""
     from itertools import product
 
     inner = ParamSpec(spec.shape[lead:], spec.dtype)

@@ -20,7 +20,7 @@ from rlctl.weights.transforms import Cast, Transform
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Pieces of one tensor that every rank of `ranks` holds alike: each of them can send these."""
+    """Pieces of one tensor that every rank of `ranks` holds alike; any of them can send."""
 
     ranks: Sequence[int]
     pieces: tuple[tuple[Piece, ParamSpec], ...]

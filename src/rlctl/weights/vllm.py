@@ -156,7 +156,7 @@ def qkv_rows(heads: int, kv_heads: int, head_dim: int, v_head_dim: int, tp: int,
 def stacked_rows(
     path: str, parameter: str, tensors: Sequence[str], rows: Sequence[Rows], columns: int = 0, index: int | None = None
 ) -> LocalMatrix:
-    """Rows of one or more published tensors, one below the other: every layer but those that follow."""
+    """Rows of one or more published tensors, one below the other: all layers without a function below."""
     parts, row = [], 0
     for tensor, tensor_rows in zip(tensors, rows, strict=True):
         shape, start = (
@@ -239,7 +239,7 @@ def gpt_oss_expert(
 def latent_halves(
     path: str, tensor: str, heads: int, keys: int, values: int, columns: int, tp: int, rank: int
 ) -> Iterator[LocalMatrix]:
-    """The copies of kv_b with which latent attention decodes: of each head the keys, and the values transposed."""
+    """The copies of kv_b for decoding with latent attention: each head's keys, and its transposed values."""
     total = tp * heads * (keys + values)
     for head in range(heads):
         first = (rank * heads + head) * (keys + values)
@@ -279,7 +279,7 @@ class VllmParallel:
         return replica * self.tp + index
 
     def stage_layers(self, layers: int, stage: int) -> range:
-        """The layers of a stage; those that are left over go to the stages before the last, the later ones first."""
+        """The layers of a stage; remaining layers go to the stages before the last, the later stages first."""
         base, more = divmod(layers, self.pp)
         counts = [base + (self.pp - 1 - more <= at < self.pp - 1) for at in range(self.pp)]
         first = sum(counts[:stage])
@@ -291,7 +291,7 @@ QKV = frozenset({Role.Q, Role.Q_BIAS})
 ROW_PARALLEL = frozenset({Role.O, Role.DOWN, Role.SHARED_DOWN})
 COLUMN_PARALLEL = frozenset({Role.GATE, Role.SHARED_GATE, Role.MLA_Q, Role.MLA_Q_UP, Role.MLA_KV_UP, Role.SINKS})
 ENDS_EVERYWHERE = frozenset({"qwen3_moe", "mixtral", "gemma3", "gpt_oss"})
-"""Families of which vLLM gives every pipeline stage both embeddings and the last norm, as their model files say."""
+"""Families whose vLLM model file puts both embeddings and the last norm on every pipeline stage."""
 _FUSED_INTO = {name: fused for fused, names in FUSED.items() for name in names}
 
 

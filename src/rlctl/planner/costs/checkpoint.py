@@ -17,9 +17,9 @@ class Save:
     size: float
     """Bytes on the disk."""
     copy_s: float
-    """Seconds in which training stands still while the states are copied to host memory, or written without copies."""
+    """Seconds that training stops while the states are copied to host memory, or written without copies."""
     write_s: float
-    """Seconds in which each node writes its part while training goes on."""
+    """Seconds that each node writes during training."""
 
 
 def save_of(request: Request, choice: TrainingChoice, copies: bool = True) -> Save:
@@ -45,8 +45,8 @@ def save_of(request: Request, choice: TrainingChoice, copies: bool = True) -> Sa
 
 
 def _rank_bytes(trained: RankParameters, choice: TrainingChoice) -> float:
-    """Return what the fullest rank of a stage saves: next to its part of the states all weights that it holds, because
-    Megatron lets one rank write what data-parallel ranks hold alike."""
+    """Return the bytes that the fullest rank of a stage saves: its part of the states and all its weights, because
+    Megatron saves weights that data-parallel ranks share on one rank."""
     owned = trained.owned(choice.parallel)
     if choice.sharding == "full":
         return (4 + choice.moment_bytes) * owned

@@ -161,7 +161,7 @@ def communication_seconds(request: Request, choice: GenerationChoice, sequences:
         latency = constants.allreduce_latency_s * (1 + 0.1 * max(0, min(group, cluster.link_domain) - 2) / 2)
         if not inside:
             latency += constants.network_latency_s * math.log2(cluster.nodes_of(group))
-        # An all-reduce sends everything twice; replicas gather what all of them hold, and scatter the sums.
+        # An all-reduce sends everything twice; replicas gather each other's inputs, and scatter the sums.
         hidden = 2 * (choice.dp if choice.dp > 1 else 1) * sequences * facts.hidden * 2
         seconds += 2 * facts.layers * (latency + hidden / group_rate(request, 1, group))
     states = 2 * sequences * facts.hidden * 2  # the hidden and the residual one
@@ -169,7 +169,7 @@ def communication_seconds(request: Request, choice: GenerationChoice, sequences:
 
 
 def full_step(request: Request, choice: GenerationChoice) -> tuple[float, float]:
-    """(seconds of a decode step with all sequences that run at once, the part of it in which ranks communicate)."""
+    """(seconds of a decode step with all concurrent sequences, the communication part of it)."""
     load = _load(request, choice)
     running = min(load.rollouts, load.capacity)
     step = decode_step_seconds(request, choice, running, load.context)
@@ -196,7 +196,7 @@ def _load(request: Request, choice: GenerationChoice, steps: int = 1) -> _Load:
     rollouts = float(steps * workload.share(choice.engines, choice.dp))
     lengths = workload.lengths(constants.length_sigma)
     context = workload.prompt_tokens + lengths.second_moment / lengths.mean / 2
-    # Rollouts that begin together reach their full lengths together; those of several versions are of all ages.
+    # Rollouts that start together reach their full lengths together; rollouts of several versions have all ages.
     grown = 0.5 if steps > 1 else constants.grown_together
     held = workload.prompt_tokens + grown * lengths.second_moment / lengths.mean
     capacity = max(1.0, min(float(choice.max_concurrent), choice.kv_cache_tokens / max(1.0, held)))

@@ -99,7 +99,7 @@ def _gathered_bytes(params: RankParameters, choice: TrainingChoice) -> float:
 
 
 def most_weight_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
-    """Bytes of a model's weights on the rank that has most of them: FSDP2 keeps float32 shards."""
+    """Bytes of a model's weights on the fullest rank: FSDP2 keeps float32 shards."""
     held = [rank_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     full = choice.sharding == "full"
     return max(4 * one.owned(choice.parallel) if full else element_bytes(choice) * one.total for one in held)
@@ -201,7 +201,7 @@ def likely_tokens_bytes(request: Request, choice: TrainingChoice, each: int) -> 
 
 
 def row_tokens(request: Request, choice: TrainingChoice) -> float:
-    """Return the tokens of a full row on a rank; on a CPU, whose rows hold more than most steps have, of the step."""
+    """Return the tokens of a full row on a rank. A CPU's rows exceed most steps, so there the step's tokens count."""
     if not request.cluster.is_cpu:
         return choice.micro_batch_tokens / choice.parallel.cp
     workload, parallel = request.workload, choice.parallel
@@ -232,9 +232,7 @@ def training_memory(request: Request, choice: TrainingChoice, asleep: float, mic
             parts["optimizer"] = max(0.0, update_bytes(facts, stage, choice) - dynamic)
             parts["optimizer"] += _hosted_bytes(request, stage, choice)
         parts["fragmentation"] = (0.0 if on_cpu else constants.fragmentation) * dynamic
-        if (
-            top := request.workload.teacher_top
-        ):  # of the policy's own log-probs of them and their gradient, those of a row
+        if top := request.workload.teacher_top:  # the policy's log-probs of a row's tokens, and their gradient
             parts["likely tokens"] = likely_tokens_bytes(request, choice, 12) + 8.0 * top * tokens
         parts["runtime"] = runtime_bytes(request, choice)
         parts["engine asleep"] = asleep

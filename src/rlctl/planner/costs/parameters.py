@@ -37,7 +37,7 @@ class LayerParameters:
 def layer_parameters(facts: ModelFacts, moe: bool) -> LayerParameters:
     """Parameters of a layer with experts (`moe`) or with a dense MLP."""
     experts = facts.moe.experts * expert_parameters(facts) if facts.moe and moe else 0
-    if facts.listed:  # the mean of the kind's layers: the tensors are known and not what they do
+    if facts.listed:  # the mean of the kind's layers: the tensors are known, their use is not
         totals = {layer: 0 for layer in range(facts.layers) if facts.is_moe_layer(layer) == moe}
         for tensor in facts.listed:
             for layer in totals.keys() & set(tensor.layers) if not _of_experts(tensor) else ():
@@ -177,7 +177,7 @@ def stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, ...]:
 
 
 def distinct_stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, ...]:
-    """Return the first stage of each kind: those after it hold as much, and fewer micro-batches at once."""
+    """Return the first stage of each kind: later stages hold as much, and fewer micro-batches at once."""
     kinds: dict[tuple[int, int, bool, bool], Stage] = {}
     for stage in stages(facts, choice):
         kinds.setdefault((stage.dense_layers, stage.moe_layers, stage.embedding, stage.head), stage)

@@ -57,7 +57,7 @@ class MicroBatchTime:
     expert: float
     context: float
     host: float
-    """Time in which the host launches the kernels, next to the device's work."""
+    """Kernel launch time of the host, beside the device's work."""
     matmul: float = 0.0
     """The part of `compute` that multiplies with weights."""
     exposed: float = 0.0
@@ -65,7 +65,7 @@ class MicroBatchTime:
 
     @property
     def device(self) -> float:
-        """Seconds in which the device computes and communicates."""
+        """Seconds of compute and communication on the device."""
         return self.compute + self.tensor + self.expert + self.context
 
     @property
@@ -100,7 +100,7 @@ def micro_batches(request: Request, choice: TrainingChoice) -> tuple[int, float]
         tokens = workload.trained_tokens(constants.length_sigma) * constants.step_imbalance
         tokens *= 1 + constants.dynamic_padding * workload.dynamic
         tokens /= workload.optimizer_steps * choice.parallel.dp
-        if not (workload.packing or workload.dynamic):  # each has a row of its own, as long as it is
+        if not (workload.packing or workload.dynamic):  # each has a row of its length
             return sequences, tokens / sequences
         number = max(1, math.ceil(tokens / (choice.micro_batch_tokens * constants.packing_fill)))
         fill = constants.packing_fill if number > 1 else 1
@@ -144,7 +144,7 @@ def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, token
     if cluster.is_cpu and stage.head and not choice.valued:
         seconds += local * predicted * facts.vocab / p.tp * CPU_LOGIT_S / _cores(request, choice)
     whole = replace(choice, recompute="none", precision=choice.precision if cluster.is_cpu else "bf16")
-    # Memory traffic of what is not a matmul: norms, RoPE, activation functions, casts.
+    # Memory traffic of norms, RoPE, activation functions and casts.
     moved = stage.dense_layers * layer_activation_bytes(facts, whole, False, constants)
     if facts.moe is not None:
         moved += stage.moe_layers * layer_activation_bytes(facts, whole, True, constants)

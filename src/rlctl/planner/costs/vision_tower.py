@@ -14,7 +14,7 @@ values, outputs and an MLP of four times the width, without scores."""
 
 
 def image_share(facts: ModelFacts, workload: Workload, sigma: float) -> float:
-    """Return the share of a row's tokens that stand for images."""
+    """Return the share of image tokens in a row."""
     if facts.vision is None or not workload.rollouts:
         return workload.image_share if facts.vision is not None else 0.0
     shared = workload.packing and workload.share_prompts
@@ -23,7 +23,7 @@ def image_share(facts: ModelFacts, workload: Workload, sigma: float) -> float:
 
 
 def tower_operations(facts: ModelFacts) -> float:
-    """Return the operations of a forward pass for each token that stands for a part of an image."""
+    """Return the operations of a forward pass per image token."""
     return 2.0 * facts.vision.merge * seeing_parameters(facts) if facts.vision is not None else 0.0
 
 

@@ -307,7 +307,7 @@ def calibrated(cluster: ClusterFacts) -> ClusterFacts:
 
 RATES = ("matmul", "memory_bandwidth")
 MORE_RATES = ("all_reduce", "point_to_point", "host_to_device", "device_to_host")
-"""Rates of a profile that every machine has, and those that are not there, or None, on some."""
+"""Rates of a profile that every machine has, and rates that some machines lack (absent or None)."""
 
 
 def profile_path() -> Path:

@@ -91,7 +91,7 @@ class Constants:
     network_latency_s: float = 6e-05
     """One small all-reduce over the network."""
     nodes_step_s: float = 0.0075
-    """The part of a decode step in which an engine over several nodes distributes work and collects results."""
+    """The share of a decode step in which a multi-node engine distributes work and collects results."""
     prefill_efficiency: float = 0.45
     sampler_bytes: float = 16.0
     """vLLM 0.17 and later: bytes per sequence and vocabulary entry in the sampler's profile run (published profiles; 40
@@ -138,8 +138,8 @@ class Constants:
     cpu_policy_bytes: float = 0.45 * GIB
     """Resident size of a policy's process without a model (`benchmarks/policy_memory.py`)."""
     cpu_activation_copies: float = 1.4
-    """Bytes that a layer of Megatron takes on a CPU over those with fused kernels: attention gathers the units of a
-    row, and freed memory has gaps (the same benchmark)."""
+    """Extra bytes of a Megatron layer on a CPU, compared with fused kernels: attention gathers the units of a row, and
+    freed memory has gaps (the same benchmark)."""
     cpu_module_copies: float = 2.3
     """The same of transformers' modules (dtensor): torch's norms, rotations and gates keep what goes in and comes out
     of each operation."""

@@ -33,7 +33,7 @@ class Workload:
     prompt_tokens: int = 150
     """Mean length of a prompt."""
     image_share: float = 0.0
-    """Share of the tokens of prompts, or of texts without rollouts, that stand for images."""
+    """Share of image tokens in prompts, or in texts without rollouts."""
     optimizer_steps: int = 1
     epochs: int = 1
     """Times that the optimizer steps are taken."""
@@ -57,7 +57,7 @@ class Workload:
     """False: generation only, without a policy."""
     packing: bool = True
     dynamic: bool = False
-    """Rollouts of similar length are padded to the longest, as many as fit."""
+    """Rollouts of similar length are padded to the longest; the row limit sets their number."""
     share_prompts: bool = False
     """A group's rollouts in one row share one prompt copy."""
     goal: Goal = "fast"
@@ -73,7 +73,7 @@ class Workload:
 
     @property
     def image_tokens(self) -> int:
-        """Mean number of tokens of a prompt, or of a text without rollouts, that stand for images."""
+        """Mean number of image tokens in a prompt, or in a text without rollouts."""
         read = self.prompt_tokens if self.rollouts else self.mean_tokens or self.max_length
         return round(self.image_share * read)
 

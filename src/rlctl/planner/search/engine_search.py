@@ -1,4 +1,4 @@
-"""The layouts of the engines: enumerated, given their cache, those that are valid and fit kept, and ranked."""
+"""The engines' layouts: enumerate, set the cache, keep valid ones that fit, and rank."""
 
 from __future__ import annotations
 

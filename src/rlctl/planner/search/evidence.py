@@ -14,9 +14,9 @@ from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 
 LARGE_MEMORY = 120 * GIB
-"""GPU memory from which GB200's published layouts apply."""
+"""Minimum GPU memory for GB200's published layouts."""
 NEAR = 0.2
-"""Part by which the size of a model may differ from a published one."""
+"""Maximum relative difference of a model's size from a published one."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def has_published_sizes(facts: ModelFacts, cluster: ClusterFacts, training: Trai
 def untried(
     facts: ModelFacts, cluster: ClusterFacts, training: TrainingChoice | None, generation: GenerationChoice | None
 ) -> list[str]:
-    """Return the kinds of parallelism of a layout in which no published step shows a prediction to be right: engines of
-    several replicas, and experts that every rank has all of although runs of that size spread them."""
+    """Return a layout's kinds of parallelism for which no published step confirms a prediction: engines of several
+    replicas, and experts that every rank holds although published runs of that size spread them."""
     kinds = ["engines of several replicas"] if generation is not None and generation.dp > 1 else []
     spread = any(one.training[-1] > 1 for one in published_for(facts, cluster))
     if training is not None and spread and training.parallel.ep == 1:

@@ -27,7 +27,7 @@ from rlctl.transport.facts import Places
 
 
 def feasible_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
-    """Return fitting plans, best first (as many as are shown), and reasons against others."""
+    """Return the best fitting plans, best first, and the reasons against others."""
     log = _RejectionLog()
     if not request.workload.trains:  # completions: all devices are the engines'
         devices, budget = request.cluster.devices, request.budget
@@ -37,7 +37,7 @@ def feasible_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
         return believable(found) if found else found, log.listed()
     plans: list[Plan] = []
     for colocated in _modes(request):
-        # Where the two sides take turns, one of them always idles on devices of its own: only if nothing else runs.
+        # If the sides take turns, separate devices idle half the time: use them only if nothing else runs.
         if not any(plan.runnable for plan in plans):
             plans += _colocated(request, log) if colocated else _split(request, log)
     return sorted(plans, key=preference), log.listed()
@@ -123,8 +123,8 @@ def _worth_combining(
     rank: Callable[[Any], tuple[int, int, int]],
     keep: int = KEEP,
 ) -> list[Any]:
-    """The best candidates, the best of those that can be run and of tried kinds, and of those the two that come first
-    by `rank`: they are as believable as can be, and may be as fast as the prediction can tell."""
+    """Return the best candidates, the best runnable ones of tried kinds, and the first two of these by `rank`:
+    published runs show them most often, and their times may be within the prediction's error."""
     found, able = candidates[:keep], [c for c in candidates if runnable(c)]
     tried = [c for c in able if not rank(c)[0]]
     for one in (*able[:keep], *tried[:2], *sorted(able, key=rank)[:2]):
@@ -151,7 +151,7 @@ def _rank_engine(request: Request) -> Callable[[GenerationChoice], tuple[int, in
 
 
 MOST_PARTS = 8
-"""Parts in which many devices are divided; half as many where the two sides take turns and little follows from it."""
+"""Parts that many devices are divided into; half as many if the sides take turns, which changes little."""
 
 
 def _split(request: Request, log: _RejectionLog) -> list[Plan]:
@@ -190,12 +190,12 @@ def _divided(request: Request, engine_devices: int, log: _RejectionLog) -> list[
     cluster, budget, policy, engine = request.cluster, request.budget, request, request
     devices = max(1, cluster.devices - engine_devices)
     if cluster.is_cpu and cluster.nodes > 1:
-        # A node's cores and memory are those of one side; the policy has at least one node.
+        # One side owns a node's cores and memory; the policy has at least one node.
         nodes = min(cluster.nodes - 1, -(-engine_devices // cluster.device.cores))
         policy = replace(request, cluster=replace(cluster, nodes=cluster.nodes - nodes))
         engine = replace(request, cluster=replace(cluster, nodes=nodes))
         devices = policy.cluster.devices
-    together = cluster.is_cpu and cluster.nodes == 1  # the memory of the node is that of both
+    together = cluster.is_cpu and cluster.nodes == 1  # both sides share the node's memory
     room = budget - (_least_cpu_engine(engine) if together else 0.0)
     trainings = search.training_candidates(policy, devices, False, room, log.add("training"))
     trainings = with_teachers(policy, trainings, devices, room, log.add("training"))
@@ -345,7 +345,7 @@ def _memory(
     phases["logprobs"] = mem.logprobs_memory(request, training.choice, asleep)
     waits: dict[str, float] = {}
     if training.teacher is not None:
-        # On a GPU it computes next to the policy's states, on a CPU in a process of its own.
+        # On a GPU it computes next to the policy's states, on a CPU in a separate process.
         kept = {} if request.cluster.is_cpu else phases["logprobs"].parts
         states = {name: size for name, size in kept.items() if name not in ("activations", "logits")}
         phases["scores" if training.teacher.choice.valued else "teacher"] = mem.PhaseMemory(
@@ -412,7 +412,7 @@ def _seconds(
         if workload.staleness is None:
             seconds[Phase.REWARD] = _reward_seconds(request, training)
         else:
-            # Who shares devices takes turns on them; the rest of the rollouts' work goes on while the policy trains.
+            # Parts on shared devices take turns; the other work of the rollouts continues while the policy trains.
             turn = _generation_seconds(request, generation) if colocated else 0.0
             meanwhile = sum(seconds.values()) if workload.overlaps else 0.0
             seconds[Phase.WAITING] = turn + max(0.0, _rollout_seconds(request, training, generation) - turn - meanwhile)

@@ -100,7 +100,7 @@ def _stage_counts(devices: int, most: int) -> list[int]:
 
 
 def training_choices(request: Request, devices: int) -> Iterator[TrainingChoice]:
-    """Sizes over `devices` ranks (on a CPU over any number of ranks on so many cores), before rules and memory."""
+    """Sizes over `devices` ranks (on a CPU any number of ranks on these cores), before rules and memory."""
     if request.cluster.is_cpu:
         yield from _cpu_trainings(request, devices)
         return
@@ -153,7 +153,7 @@ def _cpu_trainings(request: Request, devices: int) -> Iterator[TrainingChoice]:
             "etp": _expert_tp(request, tp)
         }
         model = tp * sizes["pp"] * sizes["cp"]
-        # What experts are spread over is data parallelism, whatever the cores are.
+        # Experts are spread over data-parallel ranks, with any number of cores.
         least = -(-sizes["ep"] * sizes["etp"] // (tp * sizes["cp"]))
         options = [least * factor for factor in powers(max(1, cores * nodes // (model * least)))]
         for dp in request.values("training.dp", options):
@@ -210,7 +210,7 @@ def asleep_bytes(request: Request, colocated: bool) -> float:
 
 
 def snapshot_parts(request: Request, choice: TrainingChoice) -> dict[str, float]:
-    """Return what a save holds in a process next to training, where that is the memory of a device: on a CPU."""
+    """Return the bytes of a save in a training process, if they use the device's memory: on a CPU."""
     if not (request.cluster.is_cpu and request.saves):
         return {}
     return {"snapshot": (1 + choice.critic) * mem.snapshot_bytes(request.facts, choice, 1)}

@@ -75,7 +75,7 @@ def _broken_pin(request: Request) -> ConfigError | None:
 
 
 MOST_TRIED = 8192
-"""Values that are tried in place of one that does not work."""
+"""Values tried in place of a failing one."""
 
 
 def _alone(request: Request, key: str, value: int | None = None) -> Problem | None:
@@ -147,7 +147,7 @@ def _larger_machines(request: Request) -> tuple[str | None, ...]:
 
 
 def _larger_host(request: Request) -> tuple[str, ...]:
-    """Return the least host memory with which a plan fits these devices; empty: more would not help."""
+    """Return the minimum host memory for a plan on these devices; empty: more would not help."""
     cluster = request.cluster
     if cluster.is_cpu:
         return ()

@@ -20,7 +20,7 @@ ONLY_MEGATRON = (
 """Beginnings of keys that the backend which trains images does without."""
 PARTS: tuple[VisionPart, ...] = ("vision", "projector", "language")
 _PLACEHOLDER = re.compile(r"</?\|?\w*(image|img|vision|video|so_|audio|sound)\w*\|?>")
-"""Texts of tokens that stand for images or sound, or around them."""
+"""Texts of tokens for images or sound, or around them."""
 
 
 def reads_images(leaf: Leaf) -> bool:
@@ -29,8 +29,8 @@ def reads_images(leaf: Leaf) -> bool:
 
 
 def keeps_template(leaf: Leaf) -> bool:
-    """Return whether the chat template of the model's processor stays, whatever the recipe's is; the command line can
-    replace it."""
+    """Return whether the chat template of the model's processor wins over the recipe's; the command line can replace
+    it."""
     return reads_images(leaf) and leaf.name not in leaf.result.overridden
 
 
@@ -56,7 +56,7 @@ def freezes(*parts: VisionPart) -> Rule:
 
 
 def forbidden_words(leaf: Leaf) -> None:
-    """Leave out words that rlctl never samples: tokens that stand for images, or around them."""
+    """Leave out words that rlctl never samples: image tokens, and tokens around images."""
     others = [word for word in leaf.value or () if not _PLACEHOLDER.fullmatch(str(word))]
     if others:
         leaf.say("not yet", f"tokens of images are never sampled, and no other words are forbidden: {others[0]}")
@@ -74,8 +74,8 @@ def media_limit(leaf: Leaf) -> None:
 
 
 def on_dtensor(result: Import, leaves: Mapping[str, Any]) -> None:
-    """Give a recipe of Megatron the backend that trains images, and say so in one line. Learning rate and schedule stay
-    those of Megatron's block."""
+    """Give a Megatron recipe the backend that trains images, and report it in one line. Learning rate and schedule stay
+    from Megatron's block."""
     if result.values.get("model.images") is not True or not megatron_on(leaves):
         return
     left_out = {key for key in result.values if key.startswith(ONLY_MEGATRON)}

@@ -56,7 +56,7 @@ CLEVR_PARTS = {
     "valA": "MMInstruction/Clevr_CoGenT_ValA",
     "valB": "MMInstruction/Clevr_CoGenT_ValB",
 }
-"""Names on the hub of the splits of CLEVR-CoGenT, each of which has one split, `train`."""
+"""Names on the hub of CLEVR-CoGenT's splits; each dataset has one split, `train`."""
 IMAGE_DATASETS = {
     "geometry3k": ("hiyouga/geometry3k", "problem", "answer", None),
     REFCOCO: ("jxu124/refcoco", None, None, None),
@@ -111,7 +111,8 @@ FOREIGN = "it belongs to what rlctl does not run yet"
 
 
 def not_read(key: str, leaves: Mapping[str, Any], foreign: str | None) -> str | None:
-    """Return why a recipe's key has no effect: its section is off, or is of what rlctl does not run; None: it has."""
+    """Return why a recipe's key has no effect (its section is off or belongs to a part that rlctl lacks); None: it has
+    an effect."""
     other = ("policy.train_global_batch_size", "policy.reward_model_cfg.")
     if foreign and (key.partition(".")[0] in OF_THE_ALGORITHM or key.startswith(other)):
         return FOREIGN
@@ -135,7 +136,7 @@ ALGORITHMS = {
     "rm": "the training of reward models (RM)",
     "distillation": "distillation from several teachers at once",
 }
-"""Sections of NeMo-RL's other algorithms; rlctl runs those in `OF_TEXTS`."""
+"""Sections of NeMo-RL's other algorithms; rlctl runs the algorithms in `OF_TEXTS`."""
 ONE_TEACHER = "teachers.0"
 """The only entry of off-policy distillation's list of teachers, with its tokenizer."""
 OF_TEXTS = ("sft", "dpo", "rm")
@@ -159,7 +160,7 @@ OTHER_INPUTS = re.compile(r"(^|[-_/.])(a?vlm?|omni|vision|audio|video)([-_.]|$)"
 
 
 def data_names(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the names of a recipe's data sets, those of a list too, by their keys."""
+    """Return the names of a recipe's data sets, single or in lists, by key."""
     names = {f"{place}.dataset_name": leaves.get(f"{place}.dataset_name") for place in PLACES}
     for place in PLACES:
         listed = leaves.get(place)
@@ -314,7 +315,7 @@ def left_out(algorithm: str | None, leaves: Mapping[str, Any]) -> dict[str, Any]
             values["loss_fn.kl_output_clamp_value"] = 10.0
         if "grpo.use_leave_one_out_baseline" in leaves:
             values.pop("grpo.adv_estimator.use_leave_one_out_baseline", None)
-        # Up to version 0.3 prompts came as written, but for those of a data set that was split at random.
+        # Up to version 0.3 prompts were used as written, except in data sets with a random split.
         if leaves.get("data.dataset_name") != "OpenMathInstruct-2":
             values["data.shuffle"] = False
     if any(key.startswith(f"{MEGATRON}.scheduler.") for key in leaves):
@@ -404,7 +405,7 @@ def kl_in_reward(leaf: Leaf) -> None:
 
 
 DEEPSEEK_COPIES, DEEPSEEK = ("docs/guides/deepseek.md", "/path/to/dsv3-bf16-checkpoint"), "deepseek-ai/DeepSeek-V3"
-"""Names that NeMo-RL's recipes of DeepSeek-V3 have in place of a model, and the model that they mean."""
+"""Names in NeMo-RL's DeepSeek-V3 recipes that replace a model, and the model."""
 
 
 def model_name(leaf: Leaf) -> None:
@@ -416,7 +417,7 @@ def model_name(leaf: Leaf) -> None:
 
 
 def of_the_policy(leaf: Leaf) -> None:
-    """The value model begins as the policy's model does."""
+    """The value model starts from the policy's model."""
     if leaf.value in (None, leaf.get("policy.model_name")):
         leaf.skip("the critic is of the policy's model")
     else:
@@ -428,7 +429,7 @@ LEARNED = re.compile(r"optimizer\.(lr|weight_decay|clip_grad)|scheduler\..*")
 
 
 def critic_values(critic: Import) -> dict[str, Any]:
-    """Return the keys of the critic, of an import in which the value model played the policy."""
+    """Return the critic's keys from an import that mapped the value model as a policy."""
     target_keys = {key: key.removeprefix("optimizer.") for key in critic.values if LEARNED.fullmatch(key)}
     return {f"critic.{name}": critic.values[key] for key, name in target_keys.items()}
 
@@ -460,7 +461,7 @@ def baseline(leaf: Leaf) -> None:
 
 
 TERMS = {"correctness": "tagged-answer", "format": "tagged-format", "integer": "tagged-integer"}
-"""The rewards of NeMo-RL's environment with several of them, in its order, and rlctl's."""
+"""The rewards of NeMo-RL's multi-reward environment, in its order, and rlctl's."""
 
 
 def multi_reward(leaf: Leaf) -> None:
@@ -586,7 +587,7 @@ def disagreement(result: Import, other: Import, leaves: Mapping[str, Any]) -> st
         if not key.startswith("scheduler.") and result.values.get(key, value) != value
     ]
     schedules = [_schedule(imported.values, result.values.get("run.steps")) for imported in (result, other)]
-    # Without a schedule of its own a block has a constant learning rate.
+    # A block without a schedule has a constant learning rate.
     if other.values.keys() & {"optimizer.lr", "scheduler.warmup_steps"} and schedules[0] != schedules[1]:
         lines.append(f"the schedule is that of {blocks[0]}.scheduler, not of {blocks[1]}.scheduler")
     backend = "Megatron" if megatron_on(leaves) else "DTensor"
@@ -616,7 +617,7 @@ def states_on_host(leaf: Leaf) -> None:
 
 
 def dtensor_adapters(leaf: Leaf) -> None:
-    """Map the rank of adapters on all layers but those that are excluded; targets are named as the model names them."""
+    """Map the rank of adapters on all layers except excluded ones; targets have the model's names."""
     targets, excluded = (leaf.get(f"{DTENSOR}.lora_cfg.{key}") for key in ("target_modules", "exclude_modules"))
     if targets or (leaf.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False and not excluded):
         leaf.say("not yet", "adapters are on all layers of attention and MLP, or of one of them", "training.lora.rank")
@@ -752,7 +753,7 @@ def granularity_holds(leaf: Leaf) -> bool:
 
 
 def adapted_layers(leaf: Leaf) -> None:
-    """Map layers to groups of layers; none named means all of them."""
+    """Map layers to groups of layers; an empty list means all."""
     groups = sorted({ADAPTED[layer] for layer in leaf.value or ADAPTED if layer in ADAPTED})
     if set(leaf.value or ADAPTED) == {layer for layer, group in ADAPTED.items() if group in groups}:
         leaf.map("training.lora.targets", groups)
@@ -1022,7 +1023,7 @@ def holds_out(leaf: Leaf) -> bool:
 def validation_period(leaf: Leaf) -> None:
     """Map the validation interval and data; NeMo-RL samples as in training."""
     values = dict(zip(("name", "prompt_field", "answer_field", "split"), validation_set(leaf) or (), strict=False))
-    if leaf.get("data.validation.dataset_name") not in CLEVR:  # whose splits are data sets of their own
+    if leaf.get("data.validation.dataset_name") not in CLEVR:  # whose splits are separate data sets
         values["split"] = leaf.get("data.validation.split") or values.get("split")
     for key, value in values.items():
         if value is not None:
@@ -1038,7 +1039,7 @@ def validation_period(leaf: Leaf) -> None:
 
 
 def validation_batches(leaf: Leaf) -> None:
-    """Map the number of batches that texts are validated on; 0 or less are all of them."""
+    """Map the number of validation batches of texts; 0 or less means all."""
     section = leaf.name.partition(".")[0]
     size = leaf.get(f"{section}.val_global_batch_size") or 1
     leaf.map("validation.max_prompts", leaf.value * size if leaf.value > 0 else 2**31 - 1)
@@ -1078,7 +1079,7 @@ def dataset(leaf: Leaf) -> None:
 
 
 def split(leaf: Leaf) -> None:
-    """Map the split, but for data whose splits are data sets of their own."""
+    """Map the split, except for data whose splits are separate data sets."""
     when(lambda leaf: leaf.get("dataset_name", *DATA) not in CLEVR, to("data.split"), "read with dataset_name")(leaf)
 
 
@@ -1213,7 +1214,7 @@ MARKS = {
     "thinking_tags": ["<think>", "</think>"],
     "invalid_tool_call_patterns": ["<tool_call>", "</tool_call>", "<function_call>", "</function_call>"],
 }
-"""Texts by which NeMo-RL knows turns with a fault: its defaults, which are rlctl's."""
+"""Texts that mark faulty turns in NeMo-RL: its defaults, which are also rlctl's."""
 
 
 def marks(leaf: Leaf) -> None:
@@ -1352,7 +1353,7 @@ SAMPLERS = {
     "ready_first": ("arrival", "groups that are as old as they may be are waited for"),
     "windowed": ("arrival", "only what can still be trained on is begun, and nothing is thrown away"),
 }
-"""Samplers of NeMo-RL's single controller: `rollouts.order`, and in which way it differs."""
+"""Samplers of NeMo-RL's single controller: the `rollouts.order`, and the difference."""
 
 
 def sampler(leaf: Leaf) -> None:

@@ -532,7 +532,7 @@ _GENERATION: dict[str, Rule] = {
     f"{VLLM}.skip_tokenizer_init": without("engines take and return token ids, and end texts by rlctl's stop rules"),
     f"{VLLM}.distributed_executor_backend": without("Ray places the engines"),
     f"{VLLM}.async_engine": ENGINE_CALLS,
-    # Off is what engines do by themselves where they can compile: it is no wish to compile on a CPU.
+    # Off is the engines' default where they can compile: it does not request compilation on a CPU.
     f"{VLLM}.enforce_eager": to("vllm.enforce_eager", {True: True, False: None, None: None}),
     f"{VLLM}.*": passes(without("NeMo-RL's own; rlctl's engine has no such choice")),
 }  # fmt: skip

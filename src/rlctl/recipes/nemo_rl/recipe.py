@@ -78,7 +78,7 @@ IN_SCHEDULER = ("name", "milestones", "kwargs", *(f"kwargs.{name}" for name in (
     "start_factor", "end_factor", "factor", "total_iters", "T_max", "eta_min", "last_epoch", "gamma", "step_size",
     "milestones", "T_0", "T_mult", "power",
 )))  # fmt: skip
-"""Keys of torch's schedulers, of which a recipe has one or a list."""
+"""Keys of torch's schedulers; a recipe has one or a list."""
 
 BOOLEAN_TEXTS = ("true", "false", "yes", "no", "on", "off")
 

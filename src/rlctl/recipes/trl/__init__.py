@@ -12,7 +12,7 @@ MARKS = (
     "model_name_or_path", "dataset_name", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
     "num_generations", "num_train_epochs", "reward_funcs",
 )  # fmt: skip
-"""Keys of TRL's files, of which each has at least one."""
+"""Keys of TRL's files; each file has at least one."""
 
 
 class Trl:

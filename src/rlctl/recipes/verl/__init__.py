@@ -15,7 +15,7 @@ SECTIONS = (
 )  # fmt: skip
 """Top-level keys of verl's that rlctl does not have."""
 SHARED = ("data", "critic", "reward_model", "reward", "distillation", "model")
-"""Those that rlctl has too, with other keys."""
+"""Sections that rlctl has under other keys."""
 
 
 OF_TEXTS = ("data", "model", "optim", "trainer")

@@ -258,7 +258,7 @@ def engine_field(leaf: Leaf) -> None:
 
 
 def bypassed(leaf: Leaf) -> bool:
-    """Return whether the engine's log-probs stand for the old ones in the clipped ratio."""
+    """Return whether the engine's log-probs replace the old ones in the clipped ratio."""
     section = "algorithm.rollout_correction."
     return bool(leaf.get(f"{section}bypass_mode")) and leaf.get(f"{section}loss_type") in (None, "ppo_clip")
 
@@ -290,7 +290,7 @@ def correction(leaf: Leaf) -> None:
 
 
 def custom_reward(leaf: Leaf) -> None:
-    """Map a reward function: rlctl calls it as verl does, by the names of its arguments."""
+    """Map a reward function: rlctl calls it like verl, by argument name."""
     name = leaf.get("name", f"{leaf.name.rpartition('.')[0]}.") or "compute_score"
     if leaf.value:
         leaf.map("reward.terms", [{"name": f"{leaf.value}:{name}"}])
@@ -373,7 +373,7 @@ def tool_classes(leaf: Leaf) -> None:
 
 
 def tool_functions(leaf: Leaf) -> None:
-    """Map a file of functions with verl's decorator, whose form is that of rlctl's tools."""
+    """Map a file of functions with verl's decorator; rlctl's tools have the same form."""
     if not leaf.value:
         leaf.skip("there are no tools")
     elif not Path(leaf.value).is_file():

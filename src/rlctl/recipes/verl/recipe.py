@@ -28,7 +28,7 @@ class RecipeKind:
     """What a trainer of verl's trains, with the table of its keys."""
 
     method: str | None
-    """rlctl's method; None: the keys tell it."""
+    """rlctl's method; None: the keys determine it."""
     rules: Mapping[str, Rule]
     left_out: Callable[[Mapping[str, Any]], dict[str, Any]]
     """Returns verl's values of keys that are not given."""
@@ -38,16 +38,15 @@ POLICY = RecipeKind(None, mapping.RULES, mapping.left_out)
 
 
 def kind_of(module: str) -> RecipeKind:
-    """Return what a module of verl's trains."""
+    """Return the kind of training of a verl module."""
     if "sft" not in module:
         return POLICY
     return RecipeKind("sft", texts.RULES, lambda leaves: texts.left_out(leaves, module))
 
 
 def import_recipe(path: Path | None, overrides: Sequence[str] = (), method: str | None = None) -> Import:
-    """Read and map a script or a YAML file with overrides of the command line, or these alone. `method`: what is
-    trained, where the command says so. Raises ConfigError for what cannot be read, and for an override that verl does
-    not have."""
+    """Read and map a script or a YAML file with command-line overrides, or overrides alone. `method`: the command's
+    method, if any. Raises ConfigError for unreadable input, and for an override that verl lacks."""
     result = Import(path or Path("recipe.yaml"), trainer=TRAINER)
     base, lines, module = {}, [], SFT if method == "sft" else ""
     if path is not None:

@@ -16,7 +16,7 @@ from rlctl.errors import ConfigError, first_line
 LIMIT_S = 20
 HINT = "Name a script with `python3 -m verl.trainer.main_ppo`, or a YAML file of verl's."
 TRAINERS = re.compile(r"(?:^|[./])(main_(?:ppo|dapo)\w*|fully_async_main|fsdp_sft_trainer|sft_trainer\w*)(?:\.py)?$")
-"""Modules that train, as a command line names them: those of verl and those of its recipes."""
+"""Training modules in a command line: verl's and its recipes'."""
 INTO_FILES = re.compile(r"(?m)\s(?:[12]?>>?|&>>?)\s*[^\s&|;()<>]+(?=(?:\s+2>&1)?\s*[|&]?\s*\\?$)")
 """Output that goes into a file at the end of a line."""
 INTO_NOTHING = re.compile(r"(?:[12]?>>?|&>)\s*/dev/null")
@@ -62,7 +62,7 @@ def names_trainer(text: str) -> bool:
 
 
 def command_line(path: Path) -> CommandLine:
-    """Return the command line with which a script starts a trainer. Raises ConfigError where it starts none."""
+    """Return the command line that a script starts a trainer with. Raises ConfigError if it starts none."""
     text = INTO_FILES.sub("", INTO_NOTHING.sub("", read_text(path, "script")))
     environment = os.environ | {"PATH": "/nowhere", "BASH_ENV": ""}
     with tempfile.TemporaryFile() as calls:
