@@ -13,10 +13,10 @@ from rlctl.methods.rl.advantages import (
     StdOf,
     group_advantages,
     overlong_penalty,
-    token_weights,
     whitened,
     whitened_rollouts,
 )
+from rlctl.training.token_weights import token_weights
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave-one-out", "none"])
