@@ -100,7 +100,9 @@ def test_a_machine_that_is_no_node_of_the_cluster_is_told_so(ranks, monkeypatch)
     address = ray.get_runtime_context().gcs_address
     ray_session._require_membership(address)
     monkeypatch.setattr(psutil, "net_if_addrs", dict)
-    with pytest.raises(MachineError, match=rf"not a node of the Ray cluster at {address} \(those are 127\.0\.0\.1\)"):
+    with pytest.raises(
+        MachineError, match=rf"not a node of the Ray cluster at {address} \(its nodes are 127\.0\.0\.1\)"
+    ):
         ray_session._require_membership(address)
 
 

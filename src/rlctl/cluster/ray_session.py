@@ -1,5 +1,5 @@
-"""A Ray session: start Ray on this machine or join a cluster, and clean up. A session started here is private: it
-listens on the loopback only, in folders of this user, and both go away at its end."""
+"""A Ray session: start Ray on this machine or join a cluster, and clean up. A local session is private: it listens only
+on the loopback interface and keeps its files in folders of this user, which it removes at its end."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from rlctl.cluster.worker_host import EarlyHost, EarlyHosts
 from rlctl.errors import MachineError, WorkerError
 from rlctl.processes.supervision import adopt_orphans
 
-# Object store for rollouts and small tensors; weights travel through shared memory of their own.
+# The object store holds rollouts and small tensors. Weights travel through separate shared memory.
 OBJECT_STORE_BYTES = 512 << 20
 CONNECT_TIMEOUT_S = 10.0
 SOCKET_PATH_BYTES = 107
 SOCKET = "/rlctl-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-"""The longest name that Ray gives a socket below the folder of its files."""
+"""Ray's longest socket name below its folder."""
 MOST_BASE_BYTES = SOCKET_PATH_BYTES - len(SOCKET)
 START_ATTEMPTS = 3
-# Ray ends every process this long after its control process died. We end the run in our own words before. Processes
-# make their clients of the control process before they hear of Ray's `_system_config`, but know their environment.
+# Ray ends every process this long after the death of its control process. rlctl ends the run before, with a message. A
+# variable, since processes connect to the control process before they read Ray's `_system_config`.
 PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
 RAY_FAILURES = (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError)
-# What is kept of Ray's logs when a run failed.
+# Ray's logs that a failed run keeps.
 TELLING_LOGS = ("gcs_server.*", "raylet.*", "worker-*.err", "python-core-*")
 ASK = """import sys; from ray._raylet import GcsClient
 GcsClient(address=sys.argv[1]).internal_kv_get(b"rlctl", None, timeout=10)"""
@@ -66,7 +66,7 @@ while quiet < 5:  # a process may be about to start another one
             pass
     time.sleep(0.2)
 """
-"""A program that waits for a byte of the process that started it, or for its death."""
+"""A program that waits for a byte from the process that started it, or for the end of that process."""
 LAUNCHER = """
 import ctypes, os, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -75,7 +75,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
 """
 """A program that becomes a process of Ray, ended by the kernel with the thread that started it (PR_SET_PDEATHSIG)."""
 TOKEN = secrets.token_hex(32)
-"""The processes of a session that is started here ask each other for it. Ray keeps the first that a process had."""
+"""The processes of a local session authenticate with it. Ray keeps the first token of a process."""
 TOKEN_ADVICE = "Run `ray get-auth-token --generate` on the head node, and start Ray again with RAY_AUTH_MODE=token."
 
 
@@ -91,7 +91,7 @@ def ray_session(
 
     `address` None starts Ray on this machine and stops it with its workers; else the cluster is joined and left
     running. `gpus` limits a local session's GPUs. After a failure, a local session's logs are copied to `logs`, which
-    may be a function where the place is not known yet. `tell` warns of a cluster without a token. Raises MachineError
+    may be a function that returns the folder later. `tell` warns of a cluster without a token. Raises MachineError
     if Ray does not start or answer.
     """
     _have_patience(address)
@@ -104,27 +104,27 @@ def ray_session(
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # every failure is in the result that is waited for
-    # We choose devices ourselves: policy and engine share each GPU, which Ray's own masking cannot express.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the awaited result holds the failure
+    # rlctl chooses devices: policy and engine share each GPU, which Ray's masking cannot express.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # At its end Ray would set SIGTERM back to what kills at once, and nothing would be cleared up or told any more.
+    # At its end Ray would reset SIGTERM to its default, which kills this process without cleanup and messages.
     ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
-    # Below `uv run` Ray would start each worker by another `uv run`, which makes an environment without rlctl for it.
+    # Under `uv run`, Ray would start each worker by another `uv run`, in a new environment without rlctl.
     ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
-    logging.getLogger("ray").setLevel(logging.ERROR)  # its notices at start-up are not the user's to act on
+    logging.getLogger("ray").setLevel(logging.ERROR)  # users cannot act on its notices at start-up
     place: Callable[[], Path | None] = logs if callable(logs) else lambda: logs
     with _started(gpus, place) if address is None else _joined(address, tell):
         yield
 
 
 def _have_patience(address: str | None) -> None:
-    """To be called before Ray is imported."""
+    """Set `PATIENCE`. Call it before Ray is imported."""
     for name, value in PATIENCE.items() if address is None else ():
         os.environ.setdefault(name, value)
 
 
 class _Abandoned(BaseException):
-    """Raised in the thread of a session that is not waited for any more."""
+    """Raised in the thread of a session that nobody awaits any more."""
 
 
 class BesideSession:
@@ -146,10 +146,10 @@ class BesideSession:
         self._is_starting = self._given_up = False
         self._error: BaseException | None = None
         self._failure: BaseException | None = None
-        """What the block ends with."""
+        """The exception that ends the block."""
 
     def begin(self, address: str | None = None, *, gpus: int | None = None, hosts: Sequence[EarlyHost] = ()) -> None:
-        """Begin to start or join Ray, as `ray_session` does, and then `hosts`, which `early` has."""
+        """Begin to start or join Ray like `ray_session`; then start `hosts`, for `early` to hand out."""
         _have_patience(address)
         import ray  # noqa: F401 - here and not beside the imports of the caller
 
@@ -157,7 +157,7 @@ class BesideSession:
         self._thread.start()
 
     def wait(self, logs: Path | None = None) -> BesideSession:
-        """Wait until Ray is there; its logs go to `logs` if the block fails. Raises like `ray_session`."""
+        """Wait for Ray. If the block fails, its logs go to `logs`. Raises like `ray_session`."""
         self._logs = logs
         self._answered.wait()
         self.when_there()
@@ -226,16 +226,18 @@ def _joined(address: str, tell: Callable[[str], None] | None) -> Iterator[None]:
         raise
     except (*RAY_FAILURES, RayError) as error:
         # Ray sends its token to a named address only when told to.
-        told = "RAY_AUTH_MODE" in os.environ
+        has_mode = "RAY_AUTH_MODE" in os.environ
         token = (
-            "the token must be the one of its head node" if told else "if it asks for a token, set RAY_AUTH_MODE=token"
+            "the token must be the one of its head node"
+            if has_mode
+            else "if it asks for a token, set RAY_AUTH_MODE=token"
         )
         hint = f"`ray status --address` shows whether it runs; {token}."
         raise MachineError(f"--ray-address {address} did not answer: {error}.", hint) from error
     _keep_stdout_clean()
     try:
-        if tell is not None and not asks_for_token(found := ray.get_runtime_context().gcs_address):
-            reach = f"the Ray cluster at {found} asks for no token, so whoever reaches its ports runs programs on it"
+        if tell is not None and not asks_for_token(cluster := ray.get_runtime_context().gcs_address):
+            reach = f"the Ray cluster at {cluster} asks for no token, so whoever reaches its ports runs programs on it"
             tell(f"warning: {reach}. {TOKEN_ADVICE}")
         yield
     finally:
@@ -245,8 +247,8 @@ def _joined(address: str, tell: Callable[[str], None] | None) -> Iterator[None]:
 def asks_for_token(address: str) -> bool:
     """Whether the Ray cluster at `address` (HOST:PORT) refuses connections without a token."""
     without = os.environ | {"RAY_AUTH_MODE": "disabled"}
-    asked = subprocess.run([sys.executable, "-P", "-c", ASK, address], env=without, capture_output=True, check=False)
-    return b"AuthenticationError" in asked.stderr
+    answer = subprocess.run([sys.executable, "-P", "-c", ASK, address], env=without, capture_output=True, check=False)
+    return b"AuthenticationError" in answer.stderr
 
 
 @contextlib.contextmanager
@@ -255,22 +257,24 @@ def _started(gpus: int | None, logs: Callable[[], Path | None]) -> Iterator[None
 
     base = session_base()
     if len(os.fsencode(base)) > MOST_BASE_BYTES:
-        why = f"RAY_TMPDIR={base} is too long: the names of Ray's sockets below it may have {SOCKET_PATH_BYTES} bytes."
-        raise MachineError(why, f"Name a directory, or a link to one, in at most {MOST_BASE_BYTES} bytes.")
+        raise MachineError(
+            f"RAY_TMPDIR={base} is too long: the names of Ray's sockets below it may have {SOCKET_PATH_BYTES} bytes.",
+            f"Name a directory, or a link to one, in at most {MOST_BASE_BYTES} bytes.",
+        )
     with contextlib.ExitStack() as stack:
         try:
-            own = stack.enter_context(lasting_folder(base))
+            session = stack.enter_context(lasting_folder(base))
             temporary = stack.enter_context(lasting_folder(Path(tempfile.gettempdir())))
             stack.enter_context(_ending_descendants())  # the watcher too, if the start is abandoned meanwhile
-            stack.enter_context(_ending_with_this_process(temporary, own))
+            stack.enter_context(_ending_with_this_process(temporary, session))
             stack.enter_context(_ending_descendants())
-            _start(gpus, own / "r", temporary)  # Ray opens the directory itself to everybody
+            _start(gpus, session / "r", temporary)  # Ray opens the directory itself to everybody
         except RAY_FAILURES as error:
             raise MachineError(
                 f"Ray on {socket.gethostname()} did not start: {error}.", "Run `rlctl doctor` to see why."
             ) from error
         _keep_stdout_clean()
-        stack.push(lambda kind, *_: _copy_logs(own, logs()) if kind and issubclass(kind, Exception) else None)
+        stack.push(lambda kind, *_: _copy_logs(session, logs()) if kind and issubclass(kind, Exception) else None)
         stack.callback(ray.shutdown)
         yield
 
@@ -311,15 +315,15 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 @contextlib.contextmanager
 def _as_a_run_needs_it() -> Iterator[None]:
-    """Change how Ray starts on this machine, where `ray.init` has no arguments for that."""
+    """Change details of Ray's start that `ray.init` has no arguments for."""
     from ray._private import node, parameter, ray_constants, services, utils
 
     without: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
     lean: Any = functools.partial(parameter.RayParams, **without)
     with (
-        # Ray's answer to SIGTERM would end this process without a word, with code 1 or 15.
+        # Ray's handler of SIGTERM would end this process silently, with code 1 or 15.
         _replaced(utils, set_sigterm_handler=_ignore),
-        # Where Ray runs on one machine only, all its processes listen on the loopback interface.
+        # All processes of a local session listen on the loopback interface.
         _replaced(ray_constants, ENABLE_RAY_CLUSTER=False),
         _replaced(services, ConsolePopen=_launch),
         # A session of one machine needs no autoscaler, no copies of its workers' logs, and no dashboard, which Ray
@@ -361,16 +365,16 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
 
     for attempt in range(START_ATTEMPTS):
         try:
-            # Compiled kernels are worth more than one session: they stay where torch keeps them by default.
+            # Later sessions reuse compiled kernels, so they stay in torch's default folder.
             kernels = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-            wanted = {"TORCHINDUCTOR_CACHE_DIR": kernels, "RAY_AUTH_TOKEN": TOKEN}
-            chosen = {name: os.environ.get(name, value) for name, value in wanted.items()}
+            defaults = {"TORCHINDUCTOR_CACHE_DIR": kernels, "RAY_AUTH_TOKEN": TOKEN}
+            chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
             with environment(TMPDIR=str(temporary), **chosen), _as_a_run_needs_it():
                 ray.init(
                     address="local",
                     job_config=_job(),
                     num_gpus=gpus,
-                    # Workers are placed by bundles, a core each; a small machine holds more workers than it has cores.
+                    # A bundle takes a CPU slot, and a small machine holds more workers than it has cores.
                     num_cpus=max(16, 4 * (os.cpu_count() or 1)),
                     include_dashboard=False,
                     log_to_driver=False,
@@ -379,15 +383,15 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
                     object_store_memory=_object_store_bytes(),
                     _temp_dir=str(directory),
                     _system_config={
-                        # Ray would start an idle process for each CPU slot, on a machine that has work for every core.
+                        # Ray would start an idle process for each CPU slot and take the cores from the run.
                         "prestart_worker_first_driver": False,
-                        "worker_niceness": 0,  # more than this process's own; Ray's default makes workers wait
+                        "worker_niceness": 0,  # Ray's default gives workers a lower priority than this process
                     },
                 )
             return
         except BaseException as error:
             ray.shutdown()
-            if "timed out during startup" not in str(error):  # only its text tells the timeout
+            if "timed out during startup" not in str(error):  # only the text names the timeout
                 raise
             if attempt + 1 == START_ATTEMPTS:
                 raise TimeoutError(f"{error} (tried {START_ATTEMPTS} times)") from error
@@ -395,7 +399,7 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
 
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Set variables within the block, for this process and those that it starts."""
+    """Set environment variables in the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -413,13 +417,13 @@ def _require_membership(address: str) -> None:
     us."""
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue] - compiled
 
-    if address.startswith("ray://") or ":" not in address:  # through its own proxy, or this machine's
+    if address.startswith("ray://") or ":" not in address:  # connects by a proxy, or names this machine's cluster
         return
     nodes = GcsClient(address=address).get_all_node_info(timeout=CONNECT_TIMEOUT_S).values()
     alive = {node.node_manager_address for node in nodes if node.state == 0}
-    if not alive & {one.address for of_interface in psutil.net_if_addrs().values() for one in of_interface}:
+    if not alive & {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}:
         raise MachineError(
-            f"This machine is not a node of the Ray cluster at {address} (those are {', '.join(sorted(alive))}).",
+            f"This machine is not a node of the Ray cluster at {address} (its nodes are {', '.join(sorted(alive))}).",
             f"Run rlctl on one of them, or add this machine: `ray start --address {address}`.",
         )
 
@@ -474,7 +478,7 @@ def fetch(handle: Any) -> Any:
 
 
 def keep_here(handles: Sequence[Any]) -> None:
-    """Copy values to this node, so that they outlive their maker. Raises WorkerError for a lost one."""
+    """Copy values to this node, so that they outlive the node that made them. Raises WorkerError for lost values."""
     import ray
     from ray.exceptions import ObjectLostError
 

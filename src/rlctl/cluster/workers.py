@@ -38,16 +38,16 @@ LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 20.0
 USAGE_LIMIT_S = 2.0
 HOST_LOOK_S = 10.0
-"""Between two looks at whether the hosts of processes that start are there."""
-# How long a failure waits for the death that may have caused it, and one that surely follows from another rank's for
-# that. Only where several ranks were waited for.
+"""Seconds between two checks of the hosts of starting processes."""
+# After a rank's failure, how long to wait for another rank's death that may be its cause; longer if the failure is
+# surely a consequence of another rank's. Only for calls of several ranks.
 SAME_CAUSE_S = 2.0
 PEER_CAUSE_S = 15.0
 MEMORY_ADVICE = "Stop other programs, use a smaller model or batch, or give the run more memory."
 LEAST_LIMIT_S = 300.0
 TIMES_SLOWEST = 10.0
 QUIET_S = 60.0
-"""Time without an answer or a sign of progress after which it is said who is waited for, again and again."""
+"""Seconds without an answer or progress between two messages that name the late ranks."""
 
 
 @dataclass(frozen=True)
@@ -58,32 +58,32 @@ class WorkerSpec:
     bundles: tuple[Bundle, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     others: tuple[Bundle, ...] = ()
-    """Bundles of workers that the worker starts itself; the constructor's argument `places` has them."""
+    """Bundles of workers that this worker starts; its constructor gets them as `places`."""
 
     @property
     def all_bundles(self) -> tuple[Bundle, ...]:
         return self.bundles + self.others
 
     def environment(self) -> dict[str, str]:
-        """The variables of the process, with the GPUs of the worker's bundles made visible."""
+        """Return the variables of the process. They make the GPUs of its bundles visible."""
         gpus = [bundle.gpu for bundle in self.bundles if bundle.gpu is not None]
-        own = {
+        variables = {
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            # Ray must not hide the devices of workers that ask it for none, also where it runs since before this run.
+            # Keeps Ray from hiding all devices, since workers ask Ray for none. A joined cluster needs it here too.
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
             "PYTHONUNBUFFERED": "1",
-            # No module of the working directory replaces one of Python's, also in what the worker starts.
+            # Modules of the working directory must not replace Python's, also in processes that the worker starts.
             "PYTHONSAFEPATH": "1",
-            # The engines' libraries read their own files as UTF-8, whatever the locale, and warn of much.
+            # The engines' libraries need UTF-8 for their own files in any locale, and warn a lot.
             "PYTHONUTF8": "1",
             "PYTHONWARNINGS": "",
         }
-        return {**own, **self.env}
+        return {**variables, **self.env}
 
 
 @dataclass(frozen=True)
 class WorkerPlaces:
-    """Places and names for a worker's own workers, which end with it."""
+    """Places and names of the workers that a worker starts. They end with it."""
 
     name: str
     bundles: tuple[Bundle, ...]
@@ -120,20 +120,20 @@ class PendingCall(Generic[R]):
         """Wait for every rank; a WorkerError or WaitTimeoutError stands for a missing result. Raises a worker's
         RlctlError at once."""
         limit = self.group.call_timeout_s
-        found: list[Any] = [None] * len(self.refs)
+        outcomes: list[Any] = [None] * len(self.refs)
         pending, deadline = self.refs, time.monotonic() + limit
         while pending:
             done, pending = _next_done([self], pending, deadline)
             if not done:
                 for rank in map(self.refs.index, pending):
-                    found[rank] = _late([self], [(0, rank)], limit)
+                    outcomes[rank] = _late([self], [(0, rank)], limit)
                 break
             for rank in map(self.refs.index, done):
                 try:
-                    found[rank] = self.group.result(self.refs[rank], rank, self.method)
+                    outcomes[rank] = self.group.result(self.refs[rank], rank, self.method)
                 except (WorkerError, WaitTimeoutError) as error:
-                    found[rank] = error
-        return found
+                    outcomes[rank] = error
+        return outcomes
 
     def late(self) -> WaitTimeoutError:
         return _late([self], [(0, rank) for rank in range(len(self.refs))], self.group.call_timeout_s)
@@ -174,7 +174,8 @@ class WorkerGroup(Generic[W_co]):
         self.hosts = [host or self._host(rank) for rank, host in enumerate(taken)]
         self.pids: list[int] = []
         self._oom_kills = oom_kills()
-        self._turn = threading.Lock()  # calls of two threads reach all ranks in one order: a call may be collective
+        # Calls of two threads must reach all ranks in one order, since a call may be collective.
+        self._turn = threading.Lock()
         first = None if then is None else then.__name__
         self._started = [self._begin(rank, first) for rank in range(len(self.specs))]
         if wait:
@@ -186,7 +187,7 @@ class WorkerGroup(Generic[W_co]):
         return new_host(spec.environment(), self._concurrency, scheduling_strategy=place)
 
     def _sharers(self, rank: int) -> int:
-        """Number of the group's GPUs on the rank's node, which share its cores; 0: no GPU, or threads are set."""
+        """Return the number of the group's GPUs that share the node's cores; 0: no GPU, or threads are set."""
         environment, node = self.specs[rank].environment(), self.specs[rank].bundles[0].node
         if not environment["CUDA_VISIBLE_DEVICES"] or "OMP_NUM_THREADS" in {**os.environ, **environment}:
             return 0
@@ -220,10 +221,10 @@ class WorkerGroup(Generic[W_co]):
             raise
 
     def _require_hosts(self) -> None:
-        """Raise WorkerError where the host of a rank is lost. Ray would let its process wait for another one."""
+        """Raise WorkerError if the host of a rank is lost; Ray would wait for another host."""
         try:
             placed = self.placed(range(len(self)))
-        except WaitTimeoutError:  # Ray may answer the next time; the process has a limit of its own
+        except WaitTimeoutError:  # Ray may answer next time, and the start has its own limit
             return
         if lost := [spec.bundles[0].node for rank, spec in enumerate(self.specs) if rank not in placed]:
             raise WorkerError(f"The host {lost[0]} was lost while a process of {self.name} started on it.")
@@ -239,7 +240,7 @@ class WorkerGroup(Generic[W_co]):
             self._renew_place(rank)
             self.hosts[rank] = self._host(rank)
         again = self.part(ranks)
-        again.pids = []  # an error names those of the new processes, once they are known
+        again.pids = []  # an error names the new processes, once they are known
         again._started = [self._begin(rank) for rank in ranks]
         again.ready()
         self._oom_kills = oom_kills()
@@ -247,28 +248,28 @@ class WorkerGroup(Generic[W_co]):
             self.pids[rank] = pid
 
     def _renew_place(self, rank: int) -> None:
-        """Learn where the rank's bundles are now. Raises WaitTimeoutError where Ray has no place for them."""
+        """Look up the rank's bundles again. Raises WaitTimeoutError if Ray has no place for them."""
         spec, limit = self.specs[rank], self.start_timeout_s
         try:
-            found = self._placement.renewed(spec.all_bundles, limit)
-        except TimeoutError:  # Ray's GetTimeoutError is one too
+            bundles = self._placement.renewed(spec.all_bundles, limit)
+        except TimeoutError:  # also Ray's GetTimeoutError
             raise WaitTimeoutError(
                 f"Ray found no place for {self.name} rank {rank} in {limit:.0f} s.",
                 "Bring its host back, or raise cluster.start_timeout_s.",
             ) from None
-        own = len(spec.bundles)
-        self.specs[rank] = replace(spec, bundles=found[:own], others=found[own:])
+        count = len(spec.bundles)
+        self.specs[rank] = replace(spec, bundles=bundles[:count], others=bundles[count:])
 
     def placed(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of `ranks` that have a place; the others' host is lost."""
+        """Return the `ranks` whose hosts are not lost."""
         return [rank for rank in ranks if self._placement.stands(self.specs[rank].all_bundles)]
 
     def moved(self) -> bool:
-        """Whether every rank's devices are on another host than its process was."""
+        """Whether the devices of every rank moved to another host."""
         return all(self._placement.moved(spec.all_bundles) for spec in self.specs)
 
     def drop(self, ranks: Sequence[int]) -> WorkerGroup[W_co]:
-        """End the processes of `ranks` and go on as the group of the others; return those, for `join`."""
+        """End the processes of `ranks`, and keep the other ranks. Return the ended part, for `join`."""
         dropped = self.part(ranks)
         dropped.kill()
         rest = self.part([rank for rank in range(len(self)) if rank not in ranks])
@@ -276,13 +277,13 @@ class WorkerGroup(Generic[W_co]):
         return dropped
 
     def join(self, other: WorkerGroup[Any]) -> None:
-        """Go on with the workers of `other` as the last ranks of this group."""
+        """Add the workers of `other` as the last ranks."""
         self.specs = [*self.specs, *other.specs]
         self.pids, self._logs = [*self.pids, *other.pids], [*self._logs, *other._logs]
         self.hosts = [*self.hosts, *other.hosts]
 
     def become(self, other: WorkerGroup[W_co]) -> None:
-        """Go on with the workers of `other`; so does what `held` and `within` have returned."""
+        """Replace the workers with the workers of `other`, also in groups that `held` and `within` returned."""
         self.specs[:], self._logs[:] = other.specs, other._logs
         self.hosts[:], self.pids[:] = other.hosts, other.pids
 
@@ -313,7 +314,7 @@ class WorkerGroup(Generic[W_co]):
         return hangs.look_at(dict(enumerate(zip(places, processes, strict=True))), node_id())
 
     def held(self, holder: Callable[[W_co], S]) -> WorkerGroup[S]:
-        """The objects that the workers of a ready group hold: calls go to what their method `holder` returns."""
+        """Return a group of the objects that the workers hold: calls go to the result of their method `holder`."""
         group = cast(WorkerGroup[Any], copy.copy(self))
         group._path = (*self._path, holder.__name__)
         return group
@@ -335,7 +336,7 @@ class WorkerGroup(Generic[W_co]):
         return self.submit(method, *args, **kwargs).results()
 
     def call_each(self, method: Callable[[W_co, *Ts], R], args_by_rank: Sequence[tuple[*Ts]]) -> list[R]:
-        """Call `method` with one tuple of arguments a rank; return the results in rank order."""
+        """Call `method` with one tuple of arguments per rank; return the results in rank order."""
         return self.submit_each(method, args_by_rank).results()
 
     def submit(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]:
@@ -372,17 +373,17 @@ class WorkerGroup(Generic[W_co]):
 
     def progress(self) -> dict[int, tuple[int, int]]:
         """Return each rank's progress as (done, total), if reported (`progress.report`)."""
-        told = progress.look(log.stem for log in self._logs)
-        return {rank: told[log.stem] for rank, log in enumerate(self._logs) if log.stem in told}
+        by_log = progress.look(log.stem for log in self._logs)
+        return {rank: by_log[log.stem] for rank, log in enumerate(self._logs) if log.stem in by_log}
 
     def peak_memory(self) -> list[dict[str, int]]:
-        """The most memory that each rank's process has held, in bytes; see `WorkerHost.peak_memory`."""
+        """Return the peak memory of each rank's process in bytes; see `WorkerHost.peak_memory`."""
         return PendingCall(self, "peak_memory", [host.peak_memory.remote() for host in self.hosts]).results()
 
     def usage(self) -> list[Usage]:
-        """The usage of the processes and their nodes. A rank that does not answer at once is left out."""
+        """Return the usage of the processes and their nodes, without ranks that do not answer in time."""
         calls = PendingCall(self.within(USAGE_LIMIT_S), "usage", [host.usage.remote() for host in self.hosts])
-        return [found for found in calls.outcomes() if isinstance(found, Usage)]
+        return [usage for usage in calls.outcomes() if isinstance(usage, Usage)]
 
     def result(self, ref: Any, rank: int, method: str) -> Any:
         """Return the result of a Ray handle, translating errors."""
@@ -403,24 +404,24 @@ class WorkerGroup(Generic[W_co]):
             node = self.specs[rank].bundles[0].node
             here = node == node_address()
             where = "" if here else f" on {node}"
-            told = f" Ray says: {error}" if method == "start" and not self.log_path(rank).exists() else ""
+            details = f" Ray says: {error}" if method == "start" and not self.log_path(rank).exists() else ""
             killed = here and oom_kills() > self._oom_kills
-            told += " The kernel killed a process of this host for lack of memory in the meantime." if killed else ""
-            why = f"{self.name} rank {rank}{pid}{where} died during `{method}`.{told}{self.log_tail(rank)}"
-            died = WorkerDiedError(why, MEMORY_ADVICE if killed else None)
+            details += " The kernel killed a process of this host for lack of memory in the meantime." if killed else ""
+            message = f"{self.name} rank {rank}{pid}{where} died during `{method}`.{details}{self.log_tail(rank)}"
+            died = WorkerDiedError(message, MEMORY_ADVICE if killed else None)
             died.node = node
             raise died from None
         except OutOfMemoryError as error:
-            found = re.search(r"was (\S+) used / (\S+) limit", str(error))
-            amount = f": {found[1]} of {found[2]} were in use" if found else ""
-            why = f"{self.name} rank {rank} was ended by Ray during `{method}`, because the host ran out of memory"
+            used = re.search(r"was (\S+) used / (\S+) limit", str(error))
+            amount = f": {used[1]} of {used[2]} were in use" if used else ""
+            message = f"{self.name} rank {rank} was ended by Ray during `{method}`, because the host ran out of memory"
             advice = f"{MEMORY_ADVICE} Ray ends processes when memory use exceeds RAY_memory_usage_threshold."
-            raise WorkerDiedError(f"{why}{amount}.{self.log_tail(rank)}", advice) from None
+            raise WorkerDiedError(f"{message}{amount}.{self.log_tail(rank)}", advice) from None
         except RayError as error:
             raise WorkerError(f"{self.name} rank {rank}, `{method}`: {error}.{self.log_tail(rank)}") from None
 
     def log_tail(self, rank: int) -> str:
-        """The last lines of a rank's log, as the end of a message."""
+        """Return the last lines of a rank's log, for the end of a message."""
         path = self.log_path(rank)
         if not path.exists():
             return f" Its log is on its own node: {path}."
@@ -434,7 +435,7 @@ class WorkerGroup(Generic[W_co]):
         stop_together([self])
 
     def kill(self) -> None:
-        """End the processes at once; where Ray is broken, they end with the session."""
+        """End the processes at once. If Ray is broken, they end with the session."""
         import ray
 
         for host in self.hosts if dead_process() is None else ():
@@ -442,7 +443,7 @@ class WorkerGroup(Generic[W_co]):
 
 
 def stop_together(groups: Sequence[WorkerGroup[Any]]) -> None:
-    """Let the workers of all groups close at once, then end their processes."""
+    """Close the workers of all groups at the same time, then end their processes."""
     import ray
     from ray.exceptions import RayError
 
@@ -453,7 +454,7 @@ def stop_together(groups: Sequence[WorkerGroup[Any]]) -> None:
         try:
             ray.get(ref, timeout=0)
         except (RayError, RlctlError) as error:
-            # The processes are ended below in any case; a close that failed is for the log, not for the user.
+            # The processes end below in any case. A failed close goes to the log, not to the user.
             with contextlib.suppress(OSError), path.open("a") as log:
                 log.write(f"close: {error}\n")
     for group in groups:
@@ -461,7 +462,7 @@ def stop_together(groups: Sequence[WorkerGroup[Any]]) -> None:
 
 
 def oom_kills(counters: Path = Path("/proc/vmstat")) -> int:
-    """How many processes of this host the kernel has ended for lack of memory, of the host or of a control group."""
+    """Return the number of processes of this host that the kernel killed for lack of memory."""
     with contextlib.suppress(OSError):
         lines = counters.read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
@@ -500,7 +501,7 @@ _told_of_waits: list[Callable[[str], None]] = []
 
 @contextlib.contextmanager
 def telling_waits(tell: Callable[[str], None]) -> Iterator[None]:
-    """Within the block `tell` reports who is waited for, after each minute without an answer or a sign of progress."""
+    """In the block, have `tell` name the late ranks after each minute without an answer or progress."""
     _told_of_waits.append(tell)
     try:
         yield
@@ -513,7 +514,7 @@ _watched: list[PendingCall[Any]] = []
 
 @contextlib.contextmanager
 def failing_with(*calls: PendingCall[Any]) -> Iterator[None]:
-    """Within the block, every wait for all ranks of a group also ends with the failure of one of `calls`."""
+    """In the block, have the failure of one of `calls` end every wait for all ranks of a group."""
     _watched.extend(calls)
     try:
         yield
@@ -528,13 +529,13 @@ def _next_done(
     """Wait for the first of `pending` handles until `deadline`; return finished and pending ones."""
     import ray
 
-    told = list[dict[int, tuple[int, int]]]()
+    reported = list[dict[int, tuple[int, int]]]()
     begun = said = time.monotonic()
     pause_s = QUIET_S if look is None else HOST_LOOK_S
     while True:
         left = deadline - time.monotonic()
         done, rest = ray.wait(pending, timeout=max(0.0, min(left, pause_s)))
-        require_processes(RAYLET)  # the workers died with it, and are not the cause
+        require_processes(RAYLET)  # its death is the cause of the workers' deaths
         if done or left <= pause_s:
             return done, rest
         if look is not None:
@@ -542,8 +543,8 @@ def _next_done(
         if time.monotonic() - said < QUIET_S:
             continue
         said = time.monotonic()
-        before, told = told, [call.group.progress() for call in calls]
-        if told == before or not any(told):
+        before, reported = reported, [call.group.progress() for call in calls]
+        if reported == before or not any(reported):
             waited_for = []
             for call in calls:
                 if ranks := [str(rank) for rank, ref in enumerate(call.refs) if ref in rest]:
@@ -555,13 +556,13 @@ def _next_done(
 def _wait_for_all(
     calls: Sequence[PendingCall[Any]], timeout_s: float, look: Callable[[], None] | None = None
 ) -> list[list[Any]]:
-    wanted = {ref for call in calls for ref in call.refs}
-    every = [*calls, *(call for call in _watched if wanted.isdisjoint(call.refs))]
+    awaited = {ref for call in calls for ref in call.refs}
+    every = [*calls, *(call for call in _watched if awaited.isdisjoint(call.refs))]
     place = {ref: (index, rank) for index, call in enumerate(every) for rank, ref in enumerate(call.refs)}
     results: list[list[Any]] = [[None] * len(call.refs) for call in every]
     pending, deadline = list(place), time.monotonic() + timeout_s
     first: RlctlError | None = None
-    while wanted.intersection(pending):
+    while awaited.intersection(pending):
         done, pending = _next_done(every, pending, deadline, look)
         if not done:
             break
@@ -579,7 +580,7 @@ def _wait_for_all(
                     first = error
     if first is not None:
         raise first
-    if late := [place[ref] for ref in pending if ref in wanted]:
+    if late := [place[ref] for ref in pending if ref in awaited]:
         raise _late(calls, late, timeout_s)
     return results[: len(calls)]
 
@@ -588,7 +589,7 @@ def _late(calls: Sequence[PendingCall[Any]], places: list[tuple[int, int]], time
     """Return the error that names ranks without an answer, from (call, rank). Raises ClusterError if Ray is broken."""
     require_processes()
     index = places[0][0]
-    late = [rank for one, rank in places if one == index]
+    late = [rank for place, rank in places if place == index]
     group, method = calls[index].group, calls[index].method
     tail, looks = group.log_tail(late[0]), dict[int, hangs.Look]()
     if timeout_s > USAGE_LIMIT_S:

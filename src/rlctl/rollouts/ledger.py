@@ -15,7 +15,7 @@ Ranges = list[list[int]]
 
 
 class Ledger:
-    """Positions by what became of them."""
+    """The state of each position: taken, finished or handed over."""
 
     def __init__(self) -> None:
         self.finished: set[int] = set()
@@ -27,7 +27,7 @@ class Ledger:
 
     @property
     def handed_over(self) -> Ranges:
-        """The positions whose groups the loop has got."""
+        """The positions whose groups the loop received."""
         return [[0, self._handed_over_below - 1]] * (self._handed_over_below > 0) + ranges(self._handed_over)
 
     @property
@@ -37,16 +37,16 @@ class Ledger:
 
     def next_to_hand_over(self, count: int) -> list[int]:
         """Return the first `count` positions that were not handed over, taken or not."""
-        found: list[int] = []
+        positions: list[int] = []
         position = self._handed_over_below
-        while len(found) < count:
+        while len(positions) < count:
             if position not in self._handed_over:
-                found.append(position)
+                positions.append(position)
             position += 1
-        return found
+        return positions
 
     def take(self, count: int) -> list[int]:
-        """Take `count` positions that are not under way, the lowest first; they are under way from now on."""
+        """Take the lowest `count` positions that are not in progress; they are in progress from now on."""
         again, self._again = self._again[:count], self._again[count:]
         new = range(self._next, self._next + count - len(again))
         self._next = new.stop
@@ -81,7 +81,7 @@ class Ledger:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Self:
-        """Return the ledger that `state` describes. Raises ValueError where a position is missing or there twice."""
+        """Return the ledger of `state`. Raises ValueError for a missing or repeated position."""
         kinds = {
             kind: [position for first, last in state[kind] for position in range(first, last + 1)]
             for kind in ("trained", "finished", "under_way")
@@ -98,10 +98,10 @@ class Ledger:
 
 
 def ranges(positions: Iterable[int]) -> Ranges:
-    found: Ranges = []
+    ranges: Ranges = []
     for position in sorted(positions):
-        if found and found[-1][1] == position - 1:
-            found[-1][1] = position
+        if ranges and ranges[-1][1] == position - 1:
+            ranges[-1][1] = position
         else:
-            found.append([position, position])
-    return found
+            ranges.append([position, position])
+    return ranges
