@@ -23,39 +23,44 @@ class Movement:
         self._rounding: Rounding = rounding
         self._first: dict[Hashable, Tensor] = {}
         self._before: dict[Hashable, Tensor] = {}
-        self._sums: dict[Hashable, Tensor] = {}
+        self._seen: dict[Hashable, tuple[Tensor, Tensor, Tensor, float]] = {}
+        """Samples at first, before and after the last step, and how many elements one of the sample stands for."""
 
-    @torch.no_grad()
     def before(self, name: Hashable, master: Tensor) -> None:
         """See a float32 weight, or this rank's part of it, before a step."""
         self._before[name] = _sample(master)
         self._first.setdefault(name, self._before[name])
 
-    @torch.no_grad()
     def after(self, name: Hashable, master: Tensor) -> None:
-        """Measure the movement after a step."""
-        if not master.numel() or name not in self._before:
-            return
-        now, first = _sample(master), self._first[name]
-        first_narrow, before_narrow, now_narrow = (
-            narrowed(tensor, self._dtype, self._rounding).double() for tensor in (first, self._before[name], now)
-        )
-        moved = (now - first).double()
-        of_sample = torch.stack([
-            torch.ones_like(moved).sum(),
-            (now_narrow != before_narrow).double().sum(),
-            (now_narrow != first_narrow).double().sum(),
-            moved.abs().sum(),
-            ((now_narrow - first_narrow) * moved.sign()).sum(),
-        ])  # fmt: skip
-        self._sums[name] = of_sample * (master.numel() / len(now))
+        """See it after the step."""
+        if master.numel() and name in self._before:
+            now = _sample(master)
+            self._seen[name] = self._first[name], self._before[name], now, master.numel() / len(now)
 
+    @torch.no_grad()
     def total(self, device: torch.device) -> Rounded:
         """Return the shares after the last step, over all ranks. Collective."""
-        sums = sum(self._sums.values(), torch.zeros(5, dtype=torch.float64, device=device))
+        sums = torch.zeros(5, dtype=torch.float64, device=device)
+        if self._seen:
+            # One pass over the samples of all weights: a GPU would start thirty small kernels for each otherwise.
+            first, before, now = (torch.cat([one[place] for one in self._seen.values()]) for place in range(3))
+            lengths = torch.tensor([len(one[2]) for one in self._seen.values()], device=now.device)
+            each = torch.tensor([one[3] for one in self._seen.values()], dtype=torch.float64, device=now.device)
+            first_narrow, before_narrow, now_narrow = (
+                narrowed(one, self._dtype, self._rounding).double() for one in (first, before, now)
+            )
+            moved = (now - first).double()
+            of_elements = torch.stack([
+                torch.ones_like(moved),
+                (now_narrow != before_narrow).double(),
+                (now_narrow != first_narrow).double(),
+                moved.abs(),
+                (now_narrow - first_narrow) * moved.sign(),
+            ])  # fmt: skip
+            sums += of_elements @ each.repeat_interleave(lengths, output_size=len(now))
         torch.distributed.all_reduce(sums)
-        count, step, start, moved, carried = sums.tolist()
-        return Rounded(step / count, start / count, carried / moved if moved else 1.0)
+        count, step, start, moved_sum, carried = sums.tolist()
+        return Rounded(step / count, start / count, carried / moved_sum if moved_sum else 1.0)
 
 
 def _sample(values: Tensor) -> Tensor:

@@ -10,10 +10,12 @@ import io
 import mmap
 import os
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from ctypes import c_char
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
@@ -33,6 +35,13 @@ LIVE_BYTES = range(64 << 10, 256 << 20)
 optimizer's step. So are larger ones: training would wait for the end of the one being written."""
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 """Errors of file systems that do not write past the page cache."""
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+FAST_BYTES_PER_S = 500e6
+"""Past the page cache, this is no reason to try the other way."""
+WORTH_CACHING = 1.5
+"""Gain at which writes go through the page cache, although that takes more processor time."""
+TELLING_BYTES = 32 << 20
+"""Smaller files say nothing about a rate."""
 LESS_URGENT = 10
 """The priority (nice) of a thread that writes beside training."""
 
@@ -125,12 +134,39 @@ def with_own_storage(tensor: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
+class WrittenRates:
+    """Bytes per second at which files of one file system were written past its page cache (True) and through it: a
+    server on the network may answer each write late, and takes many at a time from the cache."""
+
+    def __init__(self) -> None:
+        self._rates: dict[bool, float] = {}
+
+    @property
+    def past_cache(self) -> bool:
+        """Whether the next file goes past the cache. Where that is slow, one file is tried through it."""
+        direct, cached = self._rates.get(True), self._rates.get(False)
+        if direct is None or direct >= FAST_BYTES_PER_S:
+            return True
+        return cached is not None and cached < WORTH_CACHING * direct
+
+    def wrote(self, count: int, seconds: float, *, past_cache: bool) -> None:
+        if count >= TELLING_BYTES:
+            self._rates[past_cache] = count / max(seconds, 1e-9)
+
+
 class DigestedFile:
     """A new file, written in order and flushed at the end, and its XXH3 digest. Goes past the page cache where the file
-    system allows that: the kernel's copies and fresh pages would take most of a save's processor time."""
+    system allows that and is not slow then: the kernel's copies and fresh pages would take most of a save's processor
+    time."""
+
+    rates: ClassVar[defaultdict[int, WrittenRates]] = defaultdict(WrittenRates)
+    """By the number of the file system's device."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = _open_past_cache(path)
+        self._rates = self.rates[path.parent.stat().st_dev]
+        self._past_cache = self._rates.past_cache
+        self._descriptor = _open_past_cache(path) if self._past_cache else os.open(path, CREATE, 0o666)
+        self._seconds = 0.0
         self._buffer = mmap.mmap(-1, BUFFER_BYTES)  # aligned, as such writes have to be
         self._bytes, self._held, self._size = np.frombuffer(self._buffer, np.uint8), 0, 0
         self.digest = xxhash.xxh3_128()
@@ -142,7 +178,10 @@ class DigestedFile:
         try:
             if kind is None:
                 self._write_out()
+                begun = time.perf_counter()
                 os.fsync(self._descriptor)
+                self._seconds += time.perf_counter() - begun
+                self._rates.wrote(self._size, self._seconds, past_cache=self._past_cache)
         finally:
             os.close(self._descriptor)
 
@@ -170,12 +209,15 @@ class DigestedFile:
         self.digest.update(ready)
         if self._held < BUFFER_BYTES:  # past the cache go only whole sectors
             self._through_cache()
+        begun = time.perf_counter()
         while ready:
             try:
                 ready = ready[os.write(self._descriptor, ready) :]
             except OSError as error:
                 if error.errno not in REFUSALS or not self._through_cache():
                     raise
+                self._past_cache = False
+        self._seconds += time.perf_counter() - begun
         self._held = 0
 
     def _through_cache(self) -> bool:
@@ -186,10 +228,9 @@ class DigestedFile:
 
 
 def _open_past_cache(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o666)
+        return os.open(path, CREATE | os.O_DIRECT, 0o666)
     except OSError as error:
         if error.errno not in REFUSALS:
             raise
-        return os.open(path, flags, 0o666)
+        return os.open(path, CREATE, 0o666)
