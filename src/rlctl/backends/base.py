@@ -51,7 +51,7 @@ def resolve_dtype(dtype: Literal["auto"] | Dtype, device: Device) -> Dtype:
 
 @dataclass(frozen=True)
 class CriticSpec:
-    """The value model next to a policy: the same model under the same layout, with a value in place of logits."""
+    """The value model next to a policy: the same model and layout, with a value in place of logits."""
 
     optimizer: OptimizerConfig
     offload: bool = False
@@ -100,7 +100,7 @@ class PolicySpec:
     reference_offload: bool = False
     """The reference's weights wait in host memory while they are not computed with."""
     save_copies: bool = True
-    """A save copies what the next update changes before it is written; else the update waits."""
+    """Whether a save copies the tensors that the next update changes before they are written; else the update waits."""
     freeze_router: bool = False
     """Routers of experts keep their weights."""
     freeze: tuple[VisionPart, ...] = ()
@@ -116,7 +116,7 @@ class PolicySpec:
     critic: CriticSpec | None = None
     """The critic on the same ranks (`CriticWorker`); None: no critic."""
     valued: bool = False
-    """The model ends in a value of each position in place of logits, as a critic and a reward model do."""
+    """Whether the model returns a value per position in place of logits, like a critic or a reward model."""
     teaches: Teaching | None = None
     """Not None: nothing is trained, and there are neither gradients nor an optimizer."""
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -334,7 +334,7 @@ class WeightReceiver(Protocol):
         """Load the weights that the policy sends at the same time."""
 
     def refit_finish(self, version: int) -> float:
-        """Complete the refit and take on `version`; return the seconds in which caches were emptied."""
+        """Complete the refit and adopt `version`; return the seconds spent on emptying caches."""
         ...
 
     def refit_reject(self, version: int) -> None:

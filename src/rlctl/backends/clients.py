@@ -64,7 +64,7 @@ class PolicyClient:
         }
 
     def lost(self) -> RlctlError | None:
-        """Return what is wrong with the ranks, one of which is gone, does not answer, or has a broken device."""
+        """Return the fault of the ranks: a rank is gone, does not answer, or has a broken device."""
         try:
             self.group.within(ANSWER_TIMEOUT_S).call(PolicyWorker.device_used)
         except (WorkerError, WaitTimeoutError) as error:
@@ -300,7 +300,7 @@ class EngineClient:
         _require_of_the_living(self.receivers.submit(EngineWorker.wake))
 
     def lost(self) -> list[int]:
-        """The ranks of engines of which a process is gone or does not answer."""
+        """The ranks of engines with a process that is gone or does not answer."""
         outcomes = self.receivers.within(ANSWER_TIMEOUT_S).submit(EngineWorker.require_alive).outcomes()
         return [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
 
@@ -313,8 +313,7 @@ class EngineClient:
         self._aside += [self.group.drop([rank]) for rank in sorted(ranks, reverse=True)]
 
     def take_back(self, tell: Callable[[str], None]) -> bool:
-        """Restart engines that were set aside and have a place now; return whether there are any. `tell` reports
-        failures."""
+        """Restart set-aside engines that have a place now; return whether there are any. `tell` receives failures."""
         back = [one for one in self._aside if one.moved()]
         self._aside = [one for one in self._aside if one not in back]
         taken = False

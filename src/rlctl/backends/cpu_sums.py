@@ -1,9 +1,10 @@
-"""Sums of training on CPUs: the same with any number of threads, and not in bfloat16 over many tokens.
+"""Sums of training on CPUs: equal for any number of threads, and not in bfloat16 over many tokens. Measured with torch
+2.13.
 
-Measured with torch 2.13. Without `use_deterministic_algorithms`, the threads of `index_put_` with accumulate, and of
-the backward pass of indexing, add to one place in the order in which they come. The kernels behind the gradients of an
-embedding and of a layer norm add up narrow numbers in their own type: at 256, bfloat16 no longer grows by 1, and a
-frequent token's gradient, or a norm's bias, stays there.
+Without `use_deterministic_algorithms`, the threads of `index_put_` with accumulate, and of the backward pass of
+indexing, add to one place in order of arrival. The kernels behind the gradients of an embedding and of a layer norm add
+narrow numbers in their own type: at 256, bfloat16 no longer grows by 1, and a frequent token's gradient, or a norm's
+bias, stops there.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`F.layer_norm`, in float32 with the result in the input's type. Also where there is no gradient, so that the same
-    log-probs come out."""
+    """`F.layer_norm`, in float32 with the result in the input's type. Used without a gradient too, so that log-probs
+    are equal."""
     if not _is_narrow(input) or weight is None:
         return _usual_layer_norm(input, normalized_shape, weight, bias, eps)
     wide_bias = None if bias is None else bias.float()

@@ -45,7 +45,7 @@ def pairs(host: list[Tensor], storage: torch.UntypedStorage) -> Iterator[tuple[T
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Each storage once, by its address; empty ones left out. On a machine with GPUs those on a GPU."""
+    """Return each storage once, by its address, without empty ones. On a machine with GPUs only storages on a GPU."""
     cuda = torch.cuda.is_available()
     storages = (tensor.untyped_storage() for tensor in tensors if tensor.is_cuda == cuda)
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}

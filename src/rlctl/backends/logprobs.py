@@ -80,18 +80,18 @@ def chunked_logprobs(
 ) -> Tensor:
     """float32 [2, R]: log-prob of each chosen token and entropy of its distribution, both with gradient.
 
-    With more than `chunk` positions their logits are computed again in the backward pass rather than kept.
+    With more than `chunk` positions the backward pass recomputes their logits, which saves memory.
 
     Args:
         hidden_U: hidden states [U, H].
         output_layer: [n, H] -> logits [n, V] of this rank's part of the vocabulary.
-        further_RK: further tokens, whose log-probs follow as [K, R], with gradient.
-        top: the most likely tokens instead; their log-probs follow as [K, R], and then they themselves, as numbers
-            that float32 has exactly.
-        projection: `further_RK` are tokens of another vocabulary, and instead of their log-probs the probabilities
-            that this makes of the distribution follow.
-        truncation: renormalize the log-probs of the chosen tokens over those that are sampled from. The log-probs over
-            the whole vocabulary are then the last row. Entropy and further tokens are of the whole vocabulary, too.
+        further_RK: further tokens; their log-probs follow as [K, R], with gradient.
+        top: replaces `further_RK` by the most likely tokens. Their log-probs follow as [K, R], then their ids, which
+            float32 represents exactly.
+        projection: `further_RK` are tokens of another vocabulary. Their projected probabilities follow in place of
+            log-probs.
+        truncation: renormalize the log-probs of the chosen tokens over the tokens that sampling keeps. The last row
+            then has the log-probs over the whole vocabulary. Entropy and further tokens use the whole vocabulary.
     """
     if top is None and further_RK is None:
         further_RK = targets_R[:, None][:, :0]
@@ -165,13 +165,13 @@ def text_tokens(
 
 
 def top_tokens(logits_UV: Tensor, vocab: VocabPart, top: Teaching) -> Tensor:
-    """int64 [U, K]: the most likely tokens of each position, the first of them first."""
+    """int64 [U, K]: the most likely tokens of each position, best first."""
     width = max(0, min(logits_UV.shape[1], top.vocab - vocab.start))
     own_UV = logits_UV.detach()[:, :width]
     values_UK, ids_UK = own_UV.topk(min(top.top, width))
     ids_UK = ids_UK + vocab.start
     if (ranks := vocab.group.size()) > 1:
-        # The last ranks may hold fewer tokens than are asked for, or none below the limit.
+        # The last ranks may hold fewer tokens than the top, or none below the limit.
         missing = top.top - values_UK.shape[1]
         values_UK = F.pad(values_UK.float(), (0, missing), value=-torch.inf)
         ids_UK = F.pad(ids_UK, (0, missing))
@@ -279,14 +279,14 @@ class _KeptGradient:
 CANDIDATES = 1024
 """Number of the most likely tokens among which top-p first looks for the last one to keep."""
 SORTED_POSITIONS = 16
-"""Positions at a time for which all tokens are sorted, where the candidates have too little probability."""
+"""Positions at a time with all tokens sorted, if the candidates have too little probability."""
 
 
 def kept_tokens(exp_UV: Tensor, truncation: Truncation, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens that are sampled from, of a vocabulary split across `group`, as vLLM chooses them: where
-    exp(logit / temperature - its maximum) = `exp_UV` is above `lowest_U`, and the share `share_U` of those where it is
-    equal; and the sum of `exp_UV` over them. Of the tokens that are as likely as the last one of top-p, vLLM keeps only
-    as many as are needed; of those as likely as the last one of top-k, all or as many (`Truncation.exact_top_k`)."""
+    """Return the tokens that sampling can draw, from a vocabulary split across `group`, chosen like vLLM: tokens with
+    exp(logit / temperature - its maximum) = `exp_UV` above `lowest_U`, and the share `share_U` of tokens equal to it;
+    and the sum of `exp_UV` over them. Of tokens as likely as the last of top-p, vLLM keeps only as many as are needed;
+    of tokens as likely as the last of top-k, all or as many (`Truncation.exact_top_k`)."""
     candidates = truncation.top_k + 1 if truncation.top_k > 0 else CANDIDATES
     kept, settled_U = _kept_among(exp_UV, truncation, group, candidates)
     unsettled = (~settled_U).nonzero()[:, 0]
@@ -304,7 +304,7 @@ def kept_tokens(exp_UV: Tensor, truncation: Truncation, group: Any) -> tuple[Ten
 def _kept_among(
     exp_UV: Tensor, truncation: Truncation, group: Any, candidates: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Return what `kept_tokens` does, and the positions for which so many candidates were enough, bool [U]."""
+    """Return the result of `kept_tokens`, and the positions with enough candidates, bool [U]."""
     lowest_U = exp_UV.new_full((len(exp_UV),), truncation.min_p)  # the most likely token has 1
     share_U, best_UK = torch.ones_like(lowest_U), None
     if truncation.top_k > 0 or truncation.top_p < 1:
@@ -336,7 +336,7 @@ def _kept_among(
 def _kept_of_few(
     exp_UV: Tensor, best_UK: Tensor, lowest_U: Tensor, top_p: float, group: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `kept_tokens` does, of the tokens `best_UK` alone; `exp_UV` may have more that are as likely."""
+    """Return the result of `kept_tokens` for the tokens `best_UK` alone; `exp_UV` may have more equally likely ones."""
     sums_UK = torch.where(best_UK >= lowest_U[:, None], best_UK, 0.0).double().cumsum(1)
     place_U1 = (sums_UK >= top_p * sums_UK[:, -1:]).int().argmax(1, keepdim=True)
     last_U1 = best_UK.gather(1, place_U1)

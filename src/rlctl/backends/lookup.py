@@ -1,5 +1,5 @@
-"""Backends by name. A record names the worker class and has what the driver needs before a process runs. Records are
-imported on demand. `register_backend` and entry points of installed packages add backends."""
+"""Backends by name. A record names the worker class and the facts that the driver needs before a process runs. Records
+are imported on demand. `register_backend` and entry points of installed packages add backends."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class PolicyBackend:
     refuse: Callable[[PolicySpec], None]
     """Raise ConfigError for combinations that it does not support."""
     reads: frozenset[str] | None = None
-    """Facts of a model (fields of `ModelFacts`) by which it computes; None: it computes as transformers does, from
-    the model's config.json. A model with another fact is refused."""
+    """Facts of a model (fields of `ModelFacts`) that it computes with; None: it computes like transformers, from the
+    model's config.json. A model with another fact is refused."""
     has_critic: bool = False
     """Whether its worker is a `CriticWorker` too, which can train a value model next to the policy."""
     takes_conversion: bool = False
@@ -98,9 +98,9 @@ class EngineBackend:
     refuse: Callable[[EngineConfig, ModelFacts, Device], None]
     """Raise ConfigError for a combination that the engine cannot run; `spec` does too."""
     without_graphs: str = ""
-    """The flag with which it decodes without graphs, which take memory and could keep earlier weights; empty: none."""
+    """The flag for decoding without graphs, which take memory and could keep earlier weights; empty: none."""
     exact_top_k: Callable[[Device], bool] = lambda device: False
-    """Whether its top-k drops tokens beyond k that are as likely as the last of them; else it keeps all of these."""
+    """Whether its top-k drops tokens beyond k that are as likely as the k-th; else it keeps all of these."""
     libraries: tuple[str, ...] = ()
     """Modules that its worker imports when it starts, and that take seconds."""
 

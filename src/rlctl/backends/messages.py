@@ -26,7 +26,7 @@ class Truncation:
     min_p: float = 0.0
     """Keep tokens that are at least this times as likely as the most likely one."""
     exact_top_k: bool = False
-    """The engine drops tokens beyond k that are as likely as the last of them (`EngineBackend.exact_top_k`)."""
+    """Whether the engine drops tokens beyond k that are as likely as the k-th (`EngineBackend.exact_top_k`)."""
 
     @classmethod
     def from_config(cls, config: GenerationConfig, vocabulary: int) -> Truncation | None:
@@ -58,9 +58,9 @@ class Sampling:
     """Stops that end a turn of the chat format. Completion texts exclude these and the model's end tokens, and include
     other stops; token ids include all."""
     never: tuple[int, ...] = ()
-    """Tokens that are not drawn, as those that stand for images: `NEVER` is added to their logits."""
+    """Tokens that are never drawn, such as image tokens: `NEVER` is added to their logits."""
     timeout_s: float | None = None
-    """Longest time from the first to the last token of a sample, which then ends; None: no limit."""
+    """Time limit from a sample's first token to its last; None: no limit."""
 
     @classmethod
     def from_config(
@@ -90,13 +90,13 @@ class SampleRequest:
     """A requested sample: its context and sampling settings."""
 
     key: str
-    """Name by which the caller knows the answer. Keys that are equal up to their last dot belong to one prompt."""
+    """The caller's name for the answer. Keys that are equal up to their last dot belong to one prompt."""
     tokens: tuple[int, ...]
     seed: int
     """Seed of the sample, independent of its batch."""
     sampling: Sampling
     media: tuple[MediaPart, ...] = ()
-    """The parts of them that are not text, in order."""
+    """Their image parts, in order."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class SampleResult:
     stop_reason: str
     """As `Rollout.stop_reason`."""
     routed_T: np.ndarray | None = None
-    """int16 [T, layers, experts a token] of the request's tokens and those that were sampled, where it is recorded."""
+    """int16 [T, layers, experts a token] of the request's and the sampled tokens, if recorded."""
     cached_tokens: int = 0
     """Request tokens found in the cache, if the engine reports them."""
 
@@ -122,7 +122,7 @@ class GroupRequest:
     """One prompt, and the seed of each episode wanted of it."""
 
     group: int
-    """Number by which the caller knows the answer; in training the position of the prompt."""
+    """The caller's number for the answer; in training the position of the prompt."""
     prompt_tokens: tuple[int, ...]
     seeds: tuple[int, ...]
     """One episode a seed."""
@@ -173,7 +173,7 @@ VALUES_A_GROUP = 3
 
 
 def detached(results: Sequence[SampledGroup]) -> tuple[list[SampledGroup], list[Any]]:
-    """Return results whose token-sized values are replaced by places in the list of them; `attached` undoes it."""
+    """Replace token-sized values in results by places in a list; `attached` undoes it."""
     values = [value for result in results for value in (result.columns, result.texts, result.transcripts)]
     places = range(0, len(values), VALUES_A_GROUP)
     sent = zip(places, results, strict=True)
@@ -187,4 +187,4 @@ def attached(results: Sequence[SampledGroup], values: Sequence[Any]) -> list[Sam
 
 
 QUANTIZED = "is quantized by"
-"""Words by which a reason why a parameter is not the published tensor says that it is quantized."""
+"""Words in a reason that mark a parameter as quantized."""

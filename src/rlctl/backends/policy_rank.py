@@ -478,7 +478,7 @@ class PolicyRank(WeightSource, ABC):
         return self._result(minibatch_result(results, outcome, self.data_group) if results else None)
 
     def counted(self, rows: list[PackedRow]) -> Iterator[PackedRow]:
-        """Yield the rows, and tell the driver how many came before; one rank tells it for all."""
+        """Yield the rows and report their number so far to the driver, from one rank for all."""
         for number, row in enumerate(rows):
             if self.rank == 0:
                 report(number, len(rows))
@@ -560,7 +560,7 @@ class PolicyRank(WeightSource, ABC):
         self.critic_end()
 
     def _require_critic(self) -> Self:
-        assert self.critic is not None  # the driver asks where there is one
+        assert self.critic is not None  # only with a driver
         return self.critic
 
     def train_critic(

@@ -20,7 +20,7 @@ Fetch = Callable[[list[object]], list[Any]]
 
 
 ROUNDING = 4 * 2.0**-23
-"""Four units in the last place of float32, in which many rewards are computed."""
+"""Four units in the last place of float32, the precision of many rewards."""
 
 
 def equal_up_to_rounding(low: float, high: float) -> bool:
@@ -34,7 +34,7 @@ class RolloutLogprobs:
     position, possibly none."""
 
     logprobs_R: np.ndarray  # float32
-    top_ids_RK: np.ndarray  # int32: the most likely tokens under that policy, the first of them first
+    top_ids_RK: np.ndarray  # int32: the most likely tokens under that policy, best first
     top_logprobs_RK: np.ndarray  # float32
     chunks_C: np.ndarray | None = None
     """float32, for another tokenizer: mean log-prob of each text chunk. `top_logprobs_RK` then has one row per chunk,
@@ -42,7 +42,7 @@ class RolloutLogprobs:
 
 
 GroupLogprobs = dict[tuple[int, int], RolloutLogprobs]
-"""Log-probs of a group's rollouts, or some of them, by `WeightedRollout.key`."""
+"""Log-probs of a group's rollouts, or of some, by `WeightedRollout.key`."""
 
 
 class WeightedRollout(NamedTuple):
@@ -56,13 +56,13 @@ class WeightedRollout(NamedTuple):
     prompt_tokens: int
     """Tokens before the first response token; equal for all rollouts of a group."""
     tokens: int
-    """All its tokens. Those after the prompt need not all be response tokens: the loss mask of the columns tells."""
+    """All its tokens. Tokens after the prompt may be no response tokens: the columns' loss mask decides."""
     advantage: float
     token_weight: float
     """Loss weight of each response token, normalized over the whole mini-batch: gradients are summed over micro-batches
     and ranks, never averaged. 0 excludes the rollout from loss and metrics."""
     begin: int = 0
-    """Where it begins among the tokens of its sample: an episode of several contexts is a rollout for each of them."""
+    """Its first token in its sample: an episode of several contexts has a rollout for each."""
     nll_weight: float = 0.0
     """Weight of the negative log-likelihood of each of its response tokens, which is added to the loss."""
 
@@ -113,7 +113,7 @@ class BatchShard:
     share_prompts: bool = False
     """Rollouts of a group in one micro-batch share one copy of their prompt."""
     rectangular: bool = False
-    """Rollouts of a micro-batch are padded to the longest of them."""
+    """Whether rollouts of a micro-batch are padded to the longest."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +150,14 @@ class TokenBatch:
 class ValueBatch:
     """Columns of one micro-batch for advantages and the critic's loss, one element per response token."""
 
-    values_R: torch.Tensor  # float32, of the critic's current weights; with gradient where it is trained; 0 without one
+    # float32, of the critic's current weights; with gradient in its training; 0 without a critic
+    values_R: torch.Tensor
     rewards_R: torch.Tensor  # float32, the reward of the token's rollout, which it has as a whole, or its advantage
     token_weights_R: torch.Tensor
     counted_R: torch.Tensor
     rollout_R: torch.Tensor  # these three as in TokenBatch
     old_values_R: torch.Tensor | None = None  # float32, before the step
-    returns_R: torch.Tensor | None = None  # float32, what the values are to become
+    returns_R: torch.Tensor | None = None  # float32, the targets of the values
     old_logprobs_R: torch.Tensor | None = None
     reference_logprobs_R: torch.Tensor | None = None  # these two as in TokenBatch, and over the whole vocabulary
 
@@ -166,11 +167,11 @@ class LossOutput:
     """The answer of a `MicroBatchLoss` or `ValueLoss` for one micro-batch. All tensors are scalars."""
 
     loss: torch.Tensor
-    """Sum over the tokens, weights applied; the gradient of its sum over micro-batches and ranks is what trains."""
+    """Sum over the tokens, weights applied. Training follows the gradient of its sum over micro-batches and ranks."""
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     """Metrics that add up over micro-batches and data-parallel ranks (counts too); the driver divides."""
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Metrics of which the largest over micro-batches and ranks counts; at least 0 (the value over no tokens)."""
+    """Metrics reduced by maximum over micro-batches and ranks; at least 0 (the value over no tokens)."""
 
 
 class MicroBatchLoss(Protocol):
@@ -216,7 +217,7 @@ class Rounded:
     changed_step: float
     """Share of the weights that the step has changed."""
     changed: float
-    """Share of the weights that differ from those that the process began to train with."""
+    """Share of the weights that differ from the process's first weights."""
     carried: float
     """Share of the float32 weights' movement since then that the weights have made."""
 

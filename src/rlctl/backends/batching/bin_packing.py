@@ -65,8 +65,8 @@ def _up(count: int, step: int) -> int:
 
 
 def pack(sizes: Sequence[int], costs: Sequence[float], limit: int, step: int) -> list[Bin]:
-    """Return a multiple of `step` bins with balanced costs, at most as many as first-fit-decreasing needs; some may be
-    empty. Items come by falling cost, none larger than `limit`."""
+    """Return a multiple of `step` bins with balanced costs, no more than first-fit-decreasing needs; some may be empty.
+    Items come by falling cost, none larger than `limit`."""
     least = fewest_bins(sizes, limit, step)
     if (bins := even_bins(sizes, costs, limit, least)) is not None:
         return bins

@@ -112,7 +112,7 @@ class PackedRow:
     media: tuple[MediaPart, ...] = ()
     """The parts of the row that are not text, in order."""
     media_T: torch.Tensor | None = None
-    """int64: which token of `media`, counted over all of them, each token is; -1: text. None: all is text."""
+    """int64: each token's index over all tokens of `media`; -1: text. None: text only."""
 
     def token_batch(self, out: torch.Tensor) -> TokenBatch:
         """Return the policy loss's input from the output of `chunked_logprobs`, or values [1, R]."""
@@ -243,7 +243,7 @@ def _placed(
     units: Sequence[RowUnit],
     positions: Positions,
 ) -> tuple[np.ndarray, tuple[MediaPart, ...]]:
-    """Return the positions [k, T] and the media of a row of `units`, the last of which may be padding."""
+    """Return the positions [k, T] and the media of a row of `units`; the last unit may be padding."""
     found_kT: list[np.ndarray] = []
     media: list[MediaPart] = []
     of_units = units_of(micro_batch, share)

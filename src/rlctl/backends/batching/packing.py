@@ -13,8 +13,7 @@ from rlctl.backends.batching.bin_packing import fewest_bins, least_bins, pack, s
 from rlctl.errors import ConfigError
 
 ATTENTION_TOKENS = 4096
-"""Sequence length at which a layer's attention costs as much as its linear part (6-12 x hidden; used for balance
-only)."""
+"""Sequence length where a layer's attention costs as much as its linear part (6-12 x hidden; used for balance only)."""
 MORE_ROWS = 1.02
 """Share of additional rows allowed before groups are divided, which duplicates their prompt."""
 

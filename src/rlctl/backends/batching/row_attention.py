@@ -1,9 +1,7 @@
 """Attention over packed rows by torch's scaled_dot_product_attention; units of a row never see each other.
 
 Units are batched by length, so many short rollouts cost few calls. Under context parallelism the caller gathers keys
-and values.
-
-Shapes: T tokens, B batch of units, Q and K query and key positions, h heads, d head width.
+and values. Shapes: T tokens, B batch of units, Q and K query and key positions, h heads, d head width.
 """
 
 from __future__ import annotations
@@ -152,7 +150,7 @@ def _problems(unit: RowUnit, squares: bool) -> list[_Problem]:
 
 
 def _both_ways(problem: _Problem, mutual_T: np.ndarray | None) -> _Problem:
-    """The problem in which tokens of one image also attend to the later ones of it."""
+    """The problem with bidirectional attention among tokens of an image."""
     if mutual_T is None or (mutual_T[problem.queries] < 0).all():
         return problem
     image_Q1, image_K = mutual_T[problem.queries][:, None], mutual_T[problem.keys]
@@ -203,8 +201,7 @@ def _padded(places: list[np.ndarray]) -> np.ndarray:
 
 
 def _on_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy without waiting for the device, which may still compute what was launched before: only copies from pinned
-    memory do not wait."""
+    """Copy without waiting for earlier work on the device; only copies from pinned memory do not wait."""
     host = torch.from_numpy(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
@@ -216,7 +213,7 @@ def _used(batch: list[_Problem]) -> np.ndarray:
 
 
 def _context_parallel_block(row: PackedRow, cp_size: int, cp_rank: int) -> AttentionBlock:
-    """This rank's queries against the keys of all ranks, in the order in which the ranks' parts are gathered."""
+    """This rank's queries against the keys of all ranks, in gathering order."""
     length, device = row.tokens_T.shape[0], row.tokens_T.device
     unit, part = np.empty(length, np.int64), np.empty(length, np.int64)
     for number, u in enumerate(row.units):

@@ -1,4 +1,4 @@
-"""The record of the PyTorch backend (transformers' modules, sharded by FSDP2), and what it refuses. Torch-free."""
+"""The record of the PyTorch backend (transformers' modules, sharded by FSDP2), and its refusals. Torch-free."""
 
 from __future__ import annotations
 

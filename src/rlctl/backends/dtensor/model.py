@@ -138,7 +138,7 @@ class PolicyModel(nn.Module):
         """Not None: rows may have images."""
         if spec.facts.vision is not None:
             assert spec.model_dir is not None  # the model was built from it
-            # Engines on GPUs attend as transformers does.
+            # Engines on GPUs use transformers' attention.
             mutual = spec.device == "cuda" and VISION_FAMILIES[spec.facts.vision.kind].mutual
             self.images = RowImages(inner, spec.model_dir, spec.facts.vision, self._tensor, mutual=mutual)
         self.replays: list[Replay] = []
@@ -159,8 +159,8 @@ class PolicyModel(nn.Module):
     def forward(self, row: PackedRow) -> Tensor:
         if self._packs:
             return self._packed(row)
-        # All units are of one length, each a sequence of its own as transformers computes one. The padding is behind
-        # all tokens of a rollout, which never see it.
+        # All units have one length, and each is a separate sequence, as in transformers. Padding follows all tokens of
+        # a rollout, which never see it.
         units = len(row.units)
         inputs = {"input_ids": row.tokens_T.view(units, -1)}
         if self.images is not None:

@@ -117,7 +117,8 @@ def _one_head(start: int, rows: int, parameter: Any) -> Tensor:
 def with_views(
     module: nn.Module, forward: Callable[..., Any], views: Mapping[str, View], kind: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """`forward` of a module whose parameters (or buffers: `kind`) are, for that moment, what `views` make of them."""
+    """`forward` of a module whose parameters (or buffers: `kind`) are replaced by the results of `views` during the
+    call."""
     original = getattr(module, f"_{kind}")
     owned = {name: original[name] for name in views}
     original.update({name: views[name](value) for name, value in owned.items()})

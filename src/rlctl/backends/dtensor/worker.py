@@ -101,7 +101,7 @@ class DTensorWorker(PolicyRank):
         return {name: local_part(value.detach()) for name, value in self._named().items()}
 
     def sent_parameters(self) -> dict[str, Tensor]:
-        """The weights as engines get them: copies of those that are rounded."""
+        """The weights that engines receive: copies of rounded ones."""
         sent, grid = self.parameters(), self.grid
         if grid is not None:
             for name in grid.parts:

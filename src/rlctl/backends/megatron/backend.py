@@ -33,7 +33,7 @@ READS = frozenset((
     "scaled_embeddings", "rope", "window_rope", "moe", "mla", "sliding_window", "full_attention_layers",
     "no_rope_layers", "mtp_layers",
 ))  # fmt: skip
-"""Facts by which the model is built; `mtp_layers` are left out of it."""
+"""Facts that the model is built from, without `mtp_layers`."""
 
 
 def policy_world(spec: PolicySpec, layer_spec: Spec) -> MegatronWorld:

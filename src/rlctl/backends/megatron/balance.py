@@ -58,7 +58,7 @@ class Balance(OfMicroBatch):
         self.begin_batch(1.0)
 
     def begin_batch(self, tokens: float) -> None:
-        """A mini-batch of so many tokens over all data-parallel ranks begins."""
+        """Begin a mini-batch of `tokens` over all data-parallel ranks."""
         weight_EH, self._batch_tokens = self._router.weight, max(1.0, tokens)
         self.losses = torch.zeros(2, dtype=torch.float64, device=weight_EH.device)
         self.load_E = torch.zeros(len(weight_EH), dtype=torch.float64, device=weight_EH.device)

@@ -131,7 +131,7 @@ def _sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
     }
     state = {key: _trained_part(core_of(chunk), metadata) for key, chunk in _chunk_keys(chunks)}
     states = {number: _states_in_blocks(inner, state) for number, inner in enumerate(inner_optimizers(optimizer))}
-    # Hyperparameters are those of the configuration, and the driver's at each step.
+    # Hyperparameters come from the configuration, and from the driver at each step.
     return state | {"optimizer": {"param_groups": [{"step": count_of(optimizer)}], "states": states}}
 
 
@@ -237,7 +237,7 @@ def _blocks_of(
             dtype=values.dtype,
             local_shape=axes + sizes,
             global_offset=(*lead, *(at + offset for at, offset in zip(origin, offsets, strict=True))),
-            axis_fragmentations=None,  # no regular grid, for which Megatron knows no prepended axes
+            axis_fragmentations=None,  # no regular grid, and Megatron knows prepended axes only for grids
             prepend_axis_num=0,
             replica_id=(*cast(tuple[int, ...], part.replica_id)[:2], 0),  # of data-parallel ranks none has the same
         )
@@ -280,7 +280,7 @@ MARK = "_extra_state"
 
 
 def make_plain(sharded: dict[str, Any]) -> None:
-    """In a model's sharded state that is to be saved: tensors and numbers in place of pickles."""
+    """Replace pickles by tensors and numbers in a model's sharded state before a save."""
     for leaf in nested_values(sharded):
         if isinstance(leaf, ShardedObject) and MARK in leaf.key:
             leaf.data = plain(leaf.data)

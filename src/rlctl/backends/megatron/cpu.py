@@ -323,7 +323,7 @@ def _exchange_uneven_parts() -> None:
 
 
 def _use_few_passes() -> None:
-    """What `lean` computes, in place of functions that a compiler would have fused."""
+    """Replace functions that a compiler would have fused by those of `lean`."""
     from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -380,8 +380,8 @@ def _exchange_nothing_alone() -> None:
 
 
 def _add_to_gradients_in_place() -> None:
-    """`gradient_accumulation_fusion`: the product that makes a weight's gradient adds it to its buffer, in place of
-    Megatron's CUDA extension; an embedding does likewise."""
+    """`gradient_accumulation_fusion`: the product of a weight's gradient adds to its buffer, in place of Megatron's
+    CUDA extension; an embedding does likewise."""
     from megatron.core.tensor_parallel import layers
 
     layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(

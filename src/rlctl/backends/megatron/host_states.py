@@ -39,7 +39,7 @@ def keep_on_host(inner: Any, memory: HostMemory) -> None:
 
 
 class HostStates:
-    """Where the states of one optimizer are, and the parts in which they visit the device."""
+    """The places of an optimizer's states, and the parts in which they visit the device."""
 
     def __init__(self, owner: RoundingOptimizer, memory: HostMemory) -> None:
         self._owner, self._memory = owner, memory

@@ -40,7 +40,7 @@ class AdaptedParallel(Adapted):
             dp_cp_group=metadata["dp_cp_group"],
         )
         key = f"{prefix}lora_b"
-        if prefix.endswith("linear_fc1."):  # gate and up are split each, as Megatron does it for the weight
+        if prefix.endswith("linear_fc1."):  # gate and up are split separately, like the weight in Megatron
             tensors[key] = apply_swiglu_sharded_factory(tensors[key], sharded_offsets)
         return tensors
 
@@ -97,7 +97,7 @@ def adapt(model: Any, lora: LoraConfig, seed: int) -> None:
         if is_excluded(global_name(model, name), lora):
             continue
         require_kind(name, module, ADAPTED)
-        module.__class__ = ADAPTED[type(module)]  # whatever layer spec built it
+        module.__class__ = ADAPTED[type(module)]  # for any layer spec
         _attach(module, lora, first_a(lora.rank, module.input_size, seed, global_name(model, name)))
     # Recomputation only records what some input needs a gradient for, and the frozen embedding's output does not.
     if getattr(model, "embedding", None) is not None:

@@ -172,7 +172,7 @@ def _correct_experts(model: GPTModel, parallel: ParallelSpec) -> None:
     sums down-projection biases over tensor-parallel ranks; and the local linear layer reduces its output over one rank,
     which forbids the in-place bias addition.
     """
-    parameters: Any = model.named_parameters()  # Megatron marks them with attributes of its own
+    parameters: Any = model.named_parameters()  # Megatron marks them with attributes
     for name, parameter in parameters:
         if ".experts." in name:
             if parallel.etp < parallel.tp:
@@ -185,7 +185,7 @@ def _correct_experts(model: GPTModel, parallel: ParallelSpec) -> None:
 
 
 def _scale(factor: float, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-    """Forward hook: the output times `factor`, rounded to the output's dtype as the published model does."""
+    """Forward hook: the output times `factor`, rounded to the output's dtype like the published model's."""
     return output * output.new_tensor(factor)
 
 
@@ -276,7 +276,7 @@ def forward_step(
 
         def loss_function(out: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             loss, collected = loss_of(row, out)
-            # Megatron wants a token count, by which `finalize_without_scaling` does not divide.
+            # Megatron requires a token count; `finalize_without_scaling` does not divide by it.
             return loss, torch.ones((), dtype=torch.int, device=out.device), collected
 
         return output, loss_function

@@ -172,10 +172,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class LeanRMSNorm(torch.autograd.Function):
-    """RMSNorm that keeps its input and a number a row. It rounds as transformers' does: BLAS's sums over rows and
-    columns are twice as far from those in float64.
+    """RMSNorm that keeps its input and a number a row.
 
-    With n = x / rms(x) and p = g * weight: d weight = sum of g n over rows, and d x = (p - n mean(p n)) / rms(x).
+    It rounds like transformers': BLAS's sums over rows and columns are twice as far from float64. With n = x / rms(x)
+    and p = g * weight: d weight = sum of g n over rows, and d x = (p - n mean(p n)) / rms(x).
     """
 
     @staticmethod

@@ -50,7 +50,7 @@ def wrap_chunks(spec: PolicySpec, config: Any, models: list[Any]) -> list[Any]:
 def build_optimizer(spec: PolicySpec, chunks: list[Any]) -> Any:
     """Megatron's AdamW with its weight-decay exclusions (biases and norms)."""
     config = make_config(OptimizerConfig, optimizer_values(spec), spec.optimizer.passed, "optimizer")
-    # With offload the float32 weights need as much room before they leave as gradients do.
+    # With offload the float32 weights need as much room as gradients before they leave.
     with without_gradients(chunks) if spec.optimizer_offload else contextlib.nullcontext():
         optimizer = get_megatron_optimizer(config, chunks)
         for inner in inner_optimizers(optimizer) if spec.dtype != "float32" else ():
@@ -95,7 +95,7 @@ def share_loss_scale(inners: list[Any]) -> None:
 
 @torch.no_grad()
 def set_masters(optimizer: Any, masters: Mapping[Tensor, Tensor]) -> None:
-    """Give the optimizers the float32 weights of their parameters, of which each data-parallel rank keeps a range."""
+    """Give the optimizers the float32 weights of their parameters; each data-parallel rank keeps a range."""
     make_states(optimizer)
     for inner in inner_optimizers(optimizer):
         for parameter in inner.model_param_group_index_map:
@@ -177,7 +177,7 @@ def buffers_of(chunks: list[Any]) -> Iterator[Any]:
     """Return Megatron's gradient (and parameter) buffers of model chunks, experts last."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel):  # a teacher's have none
-            wrapped: Any = chunk  # its `buffers` are a list, where those of a module are a method
+            wrapped: Any = chunk  # its `buffers` are a list; a module's are a method
             yield from (*wrapped.buffers, *wrapped.expert_parallel_buffers)
 
 

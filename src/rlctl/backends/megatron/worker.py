@@ -110,7 +110,7 @@ class MegatronWorker(PolicyRank):
         return {name: value.data for name, value in self._named()}
 
     def round_weights(self) -> None:
-        """The live weights are made anew in each step, of the optimizer's float32 weights, and can be overwritten."""
+        """Round the live weights in place. Each step makes them anew from the optimizer's float32 weights."""
         if self.grid is not None:
             parameters = self.parameters()
             self.grid.measure(parameters)
@@ -244,8 +244,8 @@ class MegatronWorker(PolicyRank):
         if forward_only:
             self._gather_parameters()
         for chunk in self.chunks:
-            # Without a backward pass nothing is recomputed: it costs time, and under delayed float8 scaling it would
-            # leave copies of scales that the next recomputation takes for its own.
+            # Without a backward pass recomputation would only cost time, and under delayed float8 scaling it would
+            # leave copies of scales that the next recomputation would use.
             chunk.train(not forward_only)
         for receivers in (*self._replays.values(), *self._balances.values()):
             for receiver in receivers:

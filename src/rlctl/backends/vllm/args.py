@@ -29,15 +29,15 @@ PLAIN_PARAMETERS = "RLCTL_PLAIN_PARAMETERS"
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that draft from the tokens so far, without weights."""
 
-# vLLM's CPU attention takes multiples of 32; the smallest lets the samples of a prompt share more of its prefill
-# (the default of 128 shares nothing of a prompt shorter than that).
+# vLLM's CPU attention requires multiples of 32; the smallest lets the samples of a prompt share more of its prefill
+# (the default of 128 shares nothing of a shorter prompt).
 CPU_BLOCK_TOKENS = 32
 CPU_DEFAULT_CONCURRENT = 64
 CPU_MAX_CACHE_BYTES = 4 << 30
 # On processors with AMX vLLM prefers another one, which takes no float32, and packs weights so that they cannot be read
 # back after a refit.
 CPU_LATENT_ATTENTION, AMX_LATENT_ATTENTION = "CPU_MLA", "AMX_MLA"
-# Weights, KV cache and the trainer's own memory share a colocated GPU; the planner replaces this by what it computed.
+# Weights, KV cache and the trainer's memory share a colocated GPU; the planner replaces this value by its result.
 GPU_COLOCATED_FRACTION = 0.5
 GPU_ALONE_FRACTION = 0.9
 
@@ -77,7 +77,7 @@ def engine_spec(
     arguments |= specific(config, facts, arguments, colocated)
     passed = _passed(config, arguments)
     replaced = {key: value for key, value in arguments.items() if key in passed}
-    # Where a CPU's policy waits in host memory, engines that sample ahead pause as those on a GPU do.
+    # If a CPU's policy waits in host memory, engines that sample ahead pause like engines on a GPU.
     pauses = device == "cpu" and colocated and config.samples_while_training and bool(config.training.offload)
     environment = engine_env(device, threads, ranks=tp * pp * dp, plain_parameters=generation.plain_parameters)
     environment |= generation.env
@@ -117,7 +117,8 @@ def _config_overrides(facts: ModelFacts) -> dict[str, Any]:
 
 
 def _rope_parameters(rope: RopeFacts, facts: ModelFacts) -> tuple[dict[str, Any], bool]:
-    """Rotary parameters with which every version of vLLM computes as transformers does, and whether it needs them."""
+    """Return rotary parameters with which every version of vLLM computes like transformers, and whether it needs
+    them."""
     plain = {"rope_type": rope.kind, "rope_theta": rope.theta, **rope.scaling}
     factor, length = rope.attention_factor, rope.scaling.get("factor", 1.0)
     if rope.kind == "dynamic":  # vLLM computes frequencies for the longest length, transformers for a rollout's
@@ -125,7 +126,7 @@ def _rope_parameters(rope: RopeFacts, facts: ModelFacts) -> tuple[dict[str, Any]
     if rope.kind != "yarn" or length <= 1:
         return plain, False
     grown = 0.1 * math.log(length)
-    if facts.mla is None:  # before 0.31 vLLM reads neither `attention_factor` nor `mscale`, but two keys of its own
+    if facts.mla is None:  # before 0.31 vLLM reads two other keys in place of `attention_factor` and `mscale`
         factors = {"attention_factor": factor, "attn_factor": factor, "apply_yarn_scaling": False}
         return plain | factors, abs(factor - (grown + 1)) > 1e-9
     # latent attention: vLLM has the quotient of both in cosines and sines, and the second one in the scale of attention
@@ -218,7 +219,7 @@ def _refuse_on_cpu(config: EngineConfig, facts: ModelFacts) -> None:
             f"and on a CPU this vLLM has a kernel {supported}.",
             "Take another model, or run it on GPUs.",
         )
-    sizes = () if facts.mla is not None else cpu_head_sizes()  # latent attention has kernels of its own
+    sizes = () if facts.mla is not None else cpu_head_sizes()  # latent attention has separate kernels
     if sizes and facts.head_dim not in sizes:
         raise ConfigError(
             f"model.name: {config.model.name} has attention heads of size {facts.head_dim}, and on a CPU this vLLM has "
@@ -288,7 +289,7 @@ def _common_arguments(config: EngineConfig, tp: int, dummy_weights: bool) -> dic
     if pp > 1:
         arguments["pipeline_parallel_size"] = pp
     if ep > 1:
-        arguments["enable_expert_parallel"] = True  # over all ranks of a pipeline stage, those of all replicas
+        arguments["enable_expert_parallel"] = True  # over all ranks of a pipeline stage, in all replicas
     if tp * pp > 1 or (config.generation.dp or 1) > 1:
         # Workers of this process's own: inside a Ray actor vLLM would ask Ray for them, which its CPU platform cannot.
         arguments["distributed_executor_backend"] = "mp" if tp * pp > 1 else "uni"

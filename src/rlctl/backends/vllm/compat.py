@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 OLDEST, NEWEST = (0, 26), (0, 32)
 """The versions that rlctl was run with. pyproject.toml asks for the same."""
 REPLICA = tuple(f"VLLM_DP_{name}" for name in ("SIZE", "RANK", "RANK_LOCAL", "MASTER_IP", "MASTER_PORT"))
-"""The variables by which vLLM knows which replica an engine is."""
+"""The variables that number an engine's replica for vLLM."""
 MODELS = "vllm.model_executor.models."
 """The package of vLLM's models."""
 RESHAPES = re.compile(r"\b(loaded_weight|weight|tensor|w) = \S*\.(t|view|transpose|reshape|permute|flatten)\(")
-"""An assignment by which a loader puts a tensor in another order."""
+"""An assignment in which a loader reorders a tensor."""
 CPU_ORDERS = ("vec", "amx", "neon", "vsx")
 """Instruction sets for whose kernels vLLM reorders experts on CPUs."""
 
@@ -63,7 +63,7 @@ def without_own_nccl_settings() -> AbstractContextManager[None]:
         from vllm.utils import nccl
     except ImportError:  # before 0.32
         nccl = None
-    # NCCL before 2.29.7 keeps what it read first; vLLM then has nothing to set back.
+    # NCCL before 2.29.7 keeps its first reading; vLLM then has nothing to reset.
     if nccl is None or not hasattr(nccl, "unpinned_nccl_env") or nccl._unpinned_env == {}:
         raise MachineError(
             "VLLM_BATCH_INVARIANT=1: vLLM sets NCCL variables in its workers, which these versions of vLLM and NCCL "
@@ -95,7 +95,7 @@ def sampling_params(sampling: Sampling, seed: int) -> Any:
 
 
 def is_of_known_family(model: torch.nn.Module) -> bool:
-    """Whether a model is of a family that has a file in `models/`, for which names and orders are known."""
+    """Whether the model's family has a file in `models/`, which gives names and orders."""
     return family_of((type(model).__name__,)) is not None
 
 
@@ -139,9 +139,9 @@ def embed_for_each_layer() -> None:
 
 @cache
 def join_lines_at_images_alone() -> None:
-    """Have Gemma 3's processor join newlines with the blank lines around an image alone; before a prompt is read.
+    """Have Gemma 3's processor join newlines only with the blank lines around an image; before a prompt is read.
 
-    vLLM joins all newlines of a prompt (0.32), also those that the model has sampled one by one in an earlier turn.
+    vLLM joins all newlines of a prompt (0.32), including newlines that the model sampled one by one in an earlier turn.
     """
     from vllm.model_executor.models.gemma3_mm import Gemma3MultiModalProcessor as Processor
 
@@ -220,12 +220,12 @@ def memory_to_itself() -> Iterator[None]:
 def join_replicas(rank: int, replicas: int, address: str, port: int) -> None:
     """Make the next engine of this process one of several replicas with shared experts; vLLM reads this only from the
     environment."""
-    local_rank = 0  # the process sees the devices of its own replica alone
+    local_rank = 0  # the process sees its own replica's devices only
     values = map(str, (replicas, rank, local_rank, address, port))
     os.environ.update(zip(REPLICA, values, strict=True))
     from vllm import envs
 
-    envs.disable_envs_cache()  # vLLM keeps what it has read of the environment once an engine runs
+    envs.disable_envs_cache()  # vLLM keeps its reading of the environment once an engine runs
 
 
 def leave_replicas() -> None:
@@ -267,7 +267,7 @@ def give_up(llm_engine: Any) -> None:
 
 
 class StepTogether:
-    """Steps of one of several replicas: each of them has one forward pass, of the replica's samples or of none."""
+    """Steps of one of several replicas: each has one forward pass, of the replica's samples or of none."""
 
     def __init__(self, llm_engine: Any) -> None:
         self._engine, self._core = llm_engine, llm_engine.engine_core.engine_core

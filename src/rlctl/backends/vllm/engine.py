@@ -42,13 +42,13 @@ class VllmEngine:
         self._samples: dict[str, Sample] = {}
         """Samples that were not given back yet, by their keys."""
         self._later: list[SampleRequest] = []
-        """Samples that wait for a refit, which waits for those in flight."""
+        """Samples that wait for a refit; the refit waits for samples in flight."""
         self._rejected = False
         """The weights in use turned out not to be the policy's."""
         self._routed: dict[str, Sample] = {}
-        """The samples of which experts are recorded, with those that they share a beginning with."""
+        """The samples with recorded experts, and samples that share their prefix."""
         self._spans: dict[str, list[Span]] = {}
-        """Records of the experts, of those samples."""
+        """Records of these samples' experts."""
         self._draining = False
         self._version = 0
         self._updating: int | None = None
@@ -182,7 +182,7 @@ class VllmEngine:
             for key in keys:
                 self._samples.pop(key, None)
             self._lock.tell()
-            with contextlib.suppress(Exception):  # where vLLM is broken it cannot abort, and its own error is told
+            with contextlib.suppress(Exception):  # a broken vLLM cannot abort; report its error
                 self._engine.abort_request(dropped)
 
     def _end(self, reason: str, samples: Iterable[Sample]) -> None:
@@ -291,7 +291,7 @@ class VllmEngine:
             self._rpc("rlctl_weights.connect_own", f"engine {self.index}", connections)
 
     def refit_begin(self, version: int) -> None:
-        """Samples in flight are waited for, kept where they are, or ended, as `EngineSpec.in_flight` says."""
+        """Begin a refit: wait for samples in flight, keep them, or end them (`EngineSpec.in_flight`)."""
         with self._lock.ask():
             self._halt_samples()
             self._memory.wake(WEIGHTS)
@@ -337,7 +337,7 @@ class VllmEngine:
         with self._lock.ask():
             self._rpc("rlctl_weights.finish")
             loaded = time.perf_counter()
-            # Samples kept in flight compute what they have again, under the new weights.
+            # Samples kept in flight recompute their tokens under the new weights.
             if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._samples)):
                 raise WorkerError(f"{self.label} could not drop its prefix cache: requests are still running.")
             if self.spec.routing:

@@ -64,7 +64,7 @@ class EngineLock:
 
 
 class AwakeClock:
-    """Counts seconds, but for those in which the engine sleeps: they are not a rollout's."""
+    """Counts seconds without the engine's sleep, which is not part of a rollout."""
 
     def __init__(self) -> None:
         self._asleep_s, self._since = 0.0, None
@@ -91,7 +91,7 @@ class Sample:
     cached: int = 0
     """Context tokens from vLLM's cache; unknown for other replicas."""
     begun: float | None = None
-    """Time of its first token, of the engine's `AwakeClock`."""
+    """Time of its first token on the engine's `AwakeClock`."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights that chose each token, up to the last refit or to the end."""
 

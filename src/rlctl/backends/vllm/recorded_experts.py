@@ -30,7 +30,7 @@ def assembled(
     the sample that computed them. vLLM's own record has no samples that end by limit or abort: all theirs is -1."""
     routed = {name: np.full((len(token_ids), *shape), -1, np.int16) for name, token_ids in tokens.items()}
     for name, token_spans in spans.items():
-        for start, rows in token_spans:  # later ones replace what was computed before weights changed
+        for start, rows in token_spans:  # later experts replace experts computed before weights changed
             routed[name][start : start + len(rows)] = rows[: len(routed[name]) - start]
     missing = {name: _missing(rows_TLK) for name, rows_TLK in routed.items()}
     for name in sorted(missing, key=lambda tensor: missing[tensor]):

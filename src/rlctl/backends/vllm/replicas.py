@@ -43,7 +43,7 @@ Asked = tuple[str, Any, Any]
 
 
 LOST_S = 15.0
-"""Time in which a host that is lost is known to be, after the first error that follows from it."""
+"""Time within which a lost host is detected after its first consequence."""
 LOOK_S = 1.0
 
 

@@ -99,8 +99,8 @@ def _unmatched(matrices: StoredMatrices, every: list[StoredMatrix], tensors: set
     yield from matrices.unknown
     tensors_of = {part.tensor for matrix in every for part in matrix.parts}
     yield from sorted(tensors_of - tensors)
-    # What one of several workers does not hold another one does, and verification looks at all of them. Where one does
-    # not know all of its own parameters, that tells nothing.
+    # Parameters missing in one worker may be in another, and verification looks at all of them. A worker that does not
+    # know all its parameters proves nothing.
     if alone or matrices.unknown or matrices.unknown_storage:
         yield from sorted(tensors - tensors_of - {tensor for matrix in matrices.found for tensor in matrix.elsewhere})
 

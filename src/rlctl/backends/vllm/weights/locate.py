@@ -31,9 +31,9 @@ RENAMED = {
         ("visual.", "model.visual."),
     ),
 }
-# Those whose fused modules are published as they are, though their own tables say otherwise.
+# Classes whose fused modules are published fused, although their tables split them.
 UNFUSED = {"Glm4ForCausalLM": {"gate_up_proj": ["gate_up_proj"]}}
-# Those whose loader puts what these modules hold in another order than the published one.
+# Classes whose loader reorders the contents of these modules.
 REORDERED = {
     "BloomForCausalLM": ("query_key_value",),
     "FalconForCausalLM": ("query_key_value",),
@@ -107,7 +107,7 @@ def _stored(matrix: LocalMatrix, module: Any, **kept: Any) -> StoredMatrix:
     return StoredMatrix(**vars(matrix), module=module, **kept)
 
 
-# The order in which the CPU platform keeps experts
+# The order of experts on the CPU platform
 
 
 def pack_expert(plain: torch.Tensor, kept: torch.Tensor, isa: str) -> None:
@@ -158,7 +158,7 @@ class StoredMatrices(NamedTuple):
 
 
 def stored_matrices(model: torch.nn.Module) -> StoredMatrices:
-    """The parameters that rlctl can read and write itself, and those that it cannot."""
+    """Return the parameters that rlctl can read and write itself, and the others."""
     every = _walk(model)
     if getattr(model.config, "tie_word_embeddings", False):
         every = _name_after_input_embedding(every)
@@ -231,7 +231,7 @@ def dtypes(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[
 
 
 def dtype_name(matrix: StoredMatrix) -> str:
-    """The dtype in which the module keeps the matrix, as layouts spell it."""
+    """The dtype of the module's matrix, in the layouts' spelling."""
     return str(matrix.kept().dtype).removeprefix("torch.")
 
 
@@ -359,7 +359,7 @@ def _linear(path: str, module: Any, kind: set[str], fused: dict[str, list[str]])
         if len(names) == 1 < len(rows):  # published as one, as Phi-3's are
             rows, names = held.below_one_another(rows), names * len(rows)
         if len(rows) != len(names) or count != getattr(module, "output_size_per_partition", count):
-            return  # composed in a way of its own
+            return  # composed irregularly
         matrix = held.stacked_rows(path, "weight", [f"{name}.weight" for name in names], rows, module.input_size)
     yield _stored(matrix, module, storage=_storage(module))
     if getattr(module, "bias", None) is not None:

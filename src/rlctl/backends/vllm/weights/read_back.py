@@ -19,7 +19,7 @@ READ_COLUMNS = 256
 """Columns of a repacked matrix that are read back at once."""
 ROTARY_TABLE = "cos_sin_cache"
 ROUNDED = (torch.bfloat16, torch.float16)
-"""Dtypes to which the first call of a layer that computes in them rounds its float32 table."""
+"""Dtypes of layers whose first call rounds their float32 table."""
 Expected = dict[tuple[str, torch.dtype], int]
 _recorded: WeakKeyDictionary[torch.nn.Module, Expected] = WeakKeyDictionary()
 

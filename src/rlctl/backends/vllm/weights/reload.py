@@ -29,7 +29,7 @@ class Reload:
     def __init__(self, model: torch.nn.Module, paths: Sequence[str], unknown_storage: Sequence[str] = ()) -> None:
         """`unknown_storage`: paths that the loader must fill, because they cannot be read back."""
         self.model, self.unknown_storage = model, unknown_storage
-        # vLLM's functions walk the modules of what they are given; a list that only holds some of them has no others.
+        # vLLM's functions walk all modules below their argument; this list restricts them to the reloaded ones.
         self.part = model if MODEL in paths else torch.nn.ModuleList([model.get_submodule(path) for path in paths])
         self.fixes = _Fixes(self.part)
 

@@ -63,7 +63,7 @@ class WorkerWeights(ReceivingEnd):
         self.assignment = self._assign({row[0] for row in table}, receive)
         loaded = [row for row in table if row[0] in self.assignment.loaded]
         self.parameters = LiveParameters(self.assignment.direct)
-        # The loader would widen what came rounded: tensors for it come in the dtypes in which the model holds them.
+        # The loader would widen rounded values: its tensors come in the model's dtypes.
         dtypes_by_name = locate.dtypes(self.model, self.stored_buffers()) if loaded else {}
         handed = whole_tensors([(name, dtypes_by_name.get(name, dtype), shape) for name, dtype, shape in loaded])
         # What is written directly comes first, and the rest is left for one call of the model's loader.
@@ -134,7 +134,7 @@ class WorkerWeights(ReceivingEnd):
     def readings(self, tensors: list[str] | None = None) -> list[Reading]:
         """Like `EngineWorker.readings`. Unreadable parameters have a reading with the reason."""
         every = locate.stored_matrices(self.model)
-        # In a known family names have to be right, whatever comes.
+        # In a known family names must be right, for any tensors.
         if self.table and not compat.is_of_known_family(self.model):
             sent = {row[0] for row in self.table}
             every = locate.matched(every, sent, self.assignment.loaded, self.stored_buffers())
