@@ -82,7 +82,9 @@ class PolicyClient:
 
     def load_batch(self, batch: TrainBatch) -> PackingStats:
         """Give each data-parallel rank its rows; the ranks fetch the columns themselves."""
-        longest = max((one.tokens for part in batch.minibatches for one in part), default=0) * self._reads_others
+        longest = (
+            max((rollout.tokens for part in batch.minibatches for rollout in part), default=0) * self._reads_others
+        )
         plan = plan_batch(
             batch.minibatches,
             batch.columns,
@@ -105,20 +107,24 @@ class PolicyClient:
         assert self.teacher is not None  # a run that needs one has one
         assert self._loaded is not None
         handles = self.teacher.logprob_handles(self._loaded)
-        own = [({position: handles[position] for position in shard.columns}, fetch) for shard in self._shards]
-        self.group.call_each(PolicyWorker.import_logprobs, own)
+        shard_logprobs = [
+            ({position: handles[position] for position in shard.columns}, fetch) for shard in self._shards
+        ]
+        self.group.call_each(PolicyWorker.import_logprobs, shard_logprobs)
 
     def export_logprobs(self) -> dict[int, list[object]]:
         """Return the handles of the log-probs of each group of the loaded batch, as a teacher's ranks compute them."""
         reporting = [self.parallel.reports(rank) for rank in range(len(self.group))]
         counts = [len(shard.columns) * reports for shard, reports in zip(self._shards, reporting, strict=True)]
-        asked, handles = self.group.submit_by_handle(PolicyWorker.export_logprobs, [() for _ in counts], counts)
-        asked.results()
-        found: dict[int, list[object]] = {}
-        for shard, own in zip(self._shards, handles, strict=True):
-            for position, handle in zip(shard.columns, own, strict=False):  # ranks that do not report have none
-                found.setdefault(position, []).append(handle)
-        return found
+        pending, handles = self.group.submit_by_handle(PolicyWorker.export_logprobs, [() for _ in counts], counts)
+        pending.results()
+        by_position: dict[int, list[object]] = {}
+        for shard, shard_handles in zip(self._shards, handles, strict=True):
+            for position, handle in zip(
+                shard.columns, shard_handles, strict=False
+            ):  # ranks that do not report have none
+                by_position.setdefault(position, []).append(handle)
+        return by_position
 
     def estimate(self, estimate: AdvantageEstimate) -> None:
         """Have the ranks make the advantages of the loaded batch's tokens."""
@@ -148,8 +154,8 @@ class PolicyClient:
 
     def device_used(self) -> tuple[int, int] | None:
         """Return (bytes in use, all bytes) of the GPU with the least left; None without GPUs."""
-        found = [one for one in self.group.call(PolicyWorker.device_used) if one is not None]
-        return max(found, key=lambda one: one[0] - one[1], default=None)
+        measured = [usage for usage in self.group.call(PolicyWorker.device_used) if usage is not None]
+        return max(measured, key=lambda usage: usage[0] - usage[1], default=None)
 
     def parameters_not_finite(self) -> list[str]:
         """List the trained parameters, of any rank, with a value that is not finite."""
@@ -166,8 +172,8 @@ class PolicyClient:
         return {name: digest for part in self.group.call(PolicyWorker.save_finish) for name, digest in part.items()}
 
     def damaged_files(self, directory: Path, digests: dict[str, str]) -> list[str]:
-        found = self.group.call(PolicyWorker.damaged_files, directory, digests)
-        return [problem for part in found for problem in part]
+        damaged = self.group.call(PolicyWorker.damaged_files, directory, digests)
+        return [problem for part in damaged for problem in part]
 
     def load_saved(self, directory: Path) -> None:
         self.group.call(PolicyWorker.load_saved, directory)
@@ -194,10 +200,10 @@ class Teacher:
             if self.offload:
                 self.policy.wake()
             self.policy.load_batch(replace(batch, minibatches=batch.for_teacher or batch.minibatches))
-            found = self.policy.export_logprobs()
+            exported = self.policy.export_logprobs()
             if self.offload:
                 self.policy.sleep()
-            return found
+            return exported
 
 
 @dataclass(frozen=True)
@@ -215,10 +221,10 @@ class PendingGroups:
     def results(self) -> list[SampledGroup]:
         """Return the finished groups with handles of columns and texts. Raises PendingCall's errors, and WorkerError
         for lost data."""
-        (found,) = self.call.results()
+        (answer,) = self.call.results()
         if self.keeps:
             keep_here(self.handles)
-        return attached(found, self.handles)
+        return attached(answer, self.handles)
 
     def late(self) -> WaitTimeoutError:
         """The error of a call that has not ended by `until`."""
@@ -247,23 +253,23 @@ class EngineClient:
     ) -> list[list[SampledGroup] | WorkerError | WaitTimeoutError]:
         """Generate each engine's share; return its results with handles of columns and texts, or its error after
         `timeout_s`."""
-        asked, handles = self.group.within(timeout_s + MARGIN_S).submit_by_handle(
+        pending, handles = self.group.within(timeout_s + MARGIN_S).submit_by_handle(
             EpisodeWorker.generate_by_handle,
             [(share, sampling, timeout_s) for share in shares],
             [VALUES_A_GROUP * len(share) for share in shares],
         )
         return [
             self._joined(outcome, values) if isinstance(outcome, list) else outcome
-            for outcome, values in zip(asked.outcomes(), handles, strict=True)
+            for outcome, values in zip(pending.outcomes(), handles, strict=True)
         ]
 
-    def _joined(self, found: list[SampledGroup], values: list[object]) -> list[SampledGroup] | WorkerError:
+    def _joined(self, groups: list[SampledGroup], values: list[object]) -> list[SampledGroup] | WorkerError:
         try:
             if self._keeps:
                 keep_here(values)
         except WorkerError as error:
             return error
-        return attached(found, values)
+        return attached(groups, values)
 
     def submit(self, engine: object, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
         """Have one of `engines` begin `requests`; `collect` gives them back one by one."""
@@ -271,10 +277,10 @@ class EngineClient:
 
     def collect(self, engine: object, timeout_s: float) -> PendingGroups:
         """Ask one of `engines` for the next of the groups that were submitted to it."""
-        asked, (values,) = self._alone(engine, timeout_s).submit_by_handle(
+        pending, (values,) = self._alone(engine, timeout_s).submit_by_handle(
             EpisodeWorker.collect_by_handle, [(timeout_s,)], [VALUES_A_GROUP]
         )
-        return PendingGroups(engine, asked, values, self._keeps, time.monotonic() + timeout_s + MARGIN_S)
+        return PendingGroups(engine, pending, values, self._keeps, time.monotonic() + timeout_s + MARGIN_S)
 
     @property
     def engines(self) -> list[object]:
@@ -314,8 +320,8 @@ class EngineClient:
 
     def take_back(self, tell: Callable[[str], None]) -> bool:
         """Restart set-aside engines that have a place now; return whether there are any. `tell` receives failures."""
-        back = [one for one in self._aside if one.moved()]
-        self._aside = [one for one in self._aside if one not in back]
+        back = [engine for engine in self._aside if engine.moved()]
+        self._aside = [engine for engine in self._aside if engine not in back]
         taken = False
         for engines in back:
             try:
@@ -335,8 +341,8 @@ def _start_again(group: WorkerGroup[EpisodeWorker], ranks: Sequence[int]) -> Non
 
 def only_result(results: Sequence[R | None]) -> R:
     """Return the only result among the policy ranks' answers."""
-    [found] = [result for result in results if result is not None]
-    return found
+    [answer] = [result for result in results if result is not None]
+    return answer
 
 
 def _require_of_the_living(call: PendingCall[None]) -> None:

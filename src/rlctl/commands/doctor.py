@@ -87,9 +87,9 @@ def doctor(
     from rlctl.doctor.examine import examine
 
     resolved = options.resolve_config(**context.params)
-    asked = wanted(resolved.config)
+    requested = wanted(resolved.config)
     checks = []
-    for check in examine(asked, quick=quick):
+    for check in examine(requested, quick=quick):
         if fix and check.repair is not None:
             check = repaired(check)
         checks.append(check)
@@ -97,7 +97,7 @@ def doctor(
             show(check)
     if json_:
         print_json({"checks": [check.to_json() for check in checks]})
-    if asked.gpus_per_node and asked.model is None:
+    if requested.gpus_per_node and requested.model is None:
         message("Memory and disk were checked for a small model; name yours with --model.")
     require_passed(checks)
     message("All required checks passed.")
@@ -125,13 +125,13 @@ def run_probes(config: RlctlConfig, only: list[str], limit_s: float | None, json
     with temporary_folder("deep", message) as folder:
         show_line = (lambda _: None) if json_ else (lambda outcome: output.show(deep.line_of(outcome)))
         outcomes = deep.deep(config.cluster.gpu, only, limit_s, folder, show_line, directory)
-        failed = [one for one in outcomes if one.status == "fail"]
+        failed = [outcome for outcome in outcomes if outcome.status == "fail"]
         if json_:
-            print_json({"passed": not failed, "probes": [vars(one) for one in outcomes]})
+            print_json({"passed": not failed, "probes": [vars(outcome) for outcome in outcomes]})
         else:
             output.show(deep.summary(outcomes))
         if failed:
-            names = ", ".join(one.name for one in failed)
+            names = ", ".join(outcome.name for outcome in failed)
             raise MachineError(
                 f"{len(failed)} of {len(outcomes)} probes failed: {names}.", "Each failed probe names its fix."
             )
@@ -142,17 +142,17 @@ def measure_nodes(config: RlctlConfig, only: list[str], directory: Path, json_: 
     from rlctl.doctor.nodes import rates_of_nodes
 
     assert config.cluster.ray_address is not None  # it names the cluster
-    found = rates_of_nodes(config.cluster.ray_address, only, directory, cpu=config.cluster.gpu == "cpu")
+    rates = rates_of_nodes(config.cluster.ray_address, only, directory, cpu=config.cluster.gpu == "cpu")
     if json_:
-        print_json({"nodes": [one.to_json() for one in found]})
+        print_json({"nodes": [rate.to_json() for rate in rates]})
     else:
-        output.show("\n".join(one.line() for one in found))
-    if failed := [one for one in found if one.problem]:
-        where = ", ".join(f"{one.probe} on {one.node} {one.place}".strip() for one in failed)
+        output.show("\n".join(rate.line() for rate in rates))
+    if failed := [rate for rate in rates if rate.problem]:
+        where = ", ".join(f"{rate.probe} on {rate.node} {rate.place}".strip() for rate in failed)
         raise MachineError(
-            f"{len(failed)} of {len(found)} probes failed: {where}.", "Leave these nodes out of the cluster."
+            f"{len(failed)} of {len(rates)} probes failed: {where}.", "Leave these nodes out of the cluster."
         )
-    if slow := [one for one in found if one.status == "slow"]:
+    if slow := [rate for rate in rates if rate.status == "slow"]:
         message(
             f"{slow[0].node} {slow[0].place} is slow: every rank of a run waits for it in each step.".replace("  ", " ")
         )
@@ -200,9 +200,9 @@ def wanted(config: RlctlConfig) -> Wanted:
 
     facts = known_facts(config.model.name) if config.model.name else None
     kind, count = config.cluster.gpu, config.cluster.gpus_per_node
-    named = kind not in ("auto", "cpu")
+    is_gpu = kind not in ("auto", "cpu")
     if count is None and kind != "cpu":
-        count = int(named or config.cluster.nodes is not None)
+        count = int(is_gpu or config.cluster.nodes is not None)
     plan, no_plan = planned(config)
     if plan is not None and config.cluster.gpus_per_node is None:
         count = plan.cluster.gpus_per_node
@@ -210,7 +210,7 @@ def wanted(config: RlctlConfig) -> Wanted:
         gpus_per_node=count or 0,
         host_memory=plan.host_memory if plan is not None else 0.0,
         no_plan=no_plan,
-        gpu=device_named(kind).name if named else kind,
+        gpu=device_named(kind).name if is_gpu else kind,
         parameters=parameters(config.model.name, config.model.revision),
         run_directory=Path(config.run.dir or "runs"),
         ray_address=config.cluster.ray_address,
@@ -233,8 +233,8 @@ def planned(config: RlctlConfig) -> tuple[Plan | None, str]:
         return None, ""
     try:
         workload = method_from_config(config, tries_loss=False).workload(facts)
-        asked = config.cluster.nodes is not None and config.cluster.gpu == "auto"
-        plan = plan_from_config(config, facts, workload, top=1, assume=ASSUMED_GPU if asked else None)
+        sized_by_user = config.cluster.nodes is not None and config.cluster.gpu == "auto"
+        plan = plan_from_config(config, facts, workload, top=1, assume=ASSUMED_GPU if sized_by_user else None)
     except NoPlanError as error:
         return None, error.message
     except (ConfigError, InputError, MachineError):  # other checks and the run report these

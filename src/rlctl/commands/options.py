@@ -119,10 +119,10 @@ def key_of(parameter: str) -> str | None:
 
 
 def _parameter(name: str) -> inspect.Parameter:
-    one = FLAGS[name]
-    texts: dict[str, Any] = {"metavar": one.metavar, "help": one.help, "autocompletion": COMPLETIONS.get(name)}
+    flag = FLAGS[name]
+    texts: dict[str, Any] = {"metavar": flag.metavar, "help": flag.help, "autocompletion": COMPLETIONS.get(name)}
     option = typer.Argument(**texts) if name == "overrides" else typer.Option(*names_of(name), **texts)
-    kind, unsaid = (bool, False) if one.kind is bool else (_chosen(one) | None, None)
+    kind, unsaid = (bool, False) if flag.kind is bool else (_chosen(flag) | None, None)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=unsaid, annotation=Annotated[kind, option])
 
 
@@ -140,16 +140,20 @@ def taking(flags: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
     def give(command: Callable[..., None]) -> Callable[..., None]:
         names = flags.split()
-        own = inspect.signature(command, eval_str=True).parameters
-        rest = [one.replace(kind=one.KEYWORD_ONLY) for one in own.values() if one.name not in names]
+        own_parameters = inspect.signature(command, eval_str=True).parameters
+        rest = [
+            parameter.replace(kind=parameter.KEYWORD_ONLY)
+            for parameter in own_parameters.values()
+            if parameter.name not in names
+        ]
 
         @functools.wraps(command)
         def taken(**values: Any) -> None:
-            command(**{name: value for name, value in values.items() if name in own})
+            command(**{name: value for name, value in values.items() if name in own_parameters})
 
         parameters = [*map(_parameter, names), *rest]
         taken.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        taken.__annotations__ = {one.name: one.annotation for one in parameters}
+        taken.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return taken
 
     return give
@@ -196,35 +200,35 @@ def resolve_config(
         params["reward"] = [parse_reward(text) for text in params["reward"]]
     if params.get("async_") is not None:
         params["async_"] = "async" if params["async_"] else "sync"
-    if asked := [name for name in ("wandb", "tensorboard") if params.get(name)]:
-        params["loggers"] = asked
-    given = {name: value for name, value in params.items() if key_of(name) and value not in (None, (), [])}
-    flags = {key: GivenFlag(flag(name), value) for name, value in given.items() if (key := key_of(name))}
+    if loggers := [name for name in ("wandb", "tensorboard") if params.get(name)]:
+        params["loggers"] = loggers
+    provided = {name: value for name, value in params.items() if key_of(name) and value not in (None, (), [])}
+    flags = {key: GivenFlag(flag(name), value) for name, value in provided.items() if (key := key_of(name))}
     if command not in (None, DEFAULT_METHOD):
         flags["run.algorithm"] = GivenFlag(f"train {command}", command)
     if several := flags.pop("data.name", None):
         names = [several.value] if isinstance(several.value, str) else several.value
         listed = {"data.sources": [{"name": name} for name in names]} if len(names) > 1 else {"data.name": names[0]}
         flags |= {key: GivenFlag(several.name, value) for key, value in listed.items()}
-    if "val_data" in given:
+    if "val_data" in provided:
         flags |= {f"validation.{when}": GivenFlag("--val-data", True) for when in ("at_start", "at_end")}
     resolved = resolve(
         preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [], stored=stored,
         command=None if params.get("resume") else command,
     )  # fmt: skip
-    if (length := given.get("max_length")) and resolved.config.rollout_settings:
+    if (length := provided.get("max_length")) and resolved.config.rollout_settings:
         # By default completions get the tokens that a prompt of 256, or of an eighth of the length, leaves.
         new = max(1, length - min(256, length // 8))
         resolved = resolved.with_values({"generation.max_new_tokens": new}, "with --max-length")
     if resolved.config.data.name and resolved.config.data.name.startswith(GYM_PREFIX):
         for name in ("prompt_field", "answer_field"):
-            if name in given:
+            if name in provided:
                 raise InputError(
                     f"{flag(name)} has no effect: {resolved.config.data.name} has no columns.", "Leave it out."
                 )
     # A resumed run has the mode of its manifest, and a comparison may have both modes.
     elsewhere = params.get("resume") or params.get("compare")
-    if "max_staleness" in given and not resolved.config.samples_while_training and not elsewhere:
+    if "max_staleness" in provided and not resolved.config.samples_while_training and not elsewhere:
         raise InputError("--max-staleness applies to --async; this run generates before each step.", "Add --async.")
     return resolved
 

@@ -33,24 +33,26 @@ def part_image(part: Mapping[str, Any]) -> Any:
 
 def with_images(row: PromptRow, record: Mapping[str, Any], data: DataConfig) -> PromptRow:
     """Return a row with its record's images in its messages. Raises InputError if places and images do not match."""
-    held = _in_columns(record)
+    cells = _in_columns(record)
     answers = row.answer if isinstance(row.answer, tuple) else ()
-    told = [row.prompt, *answers]
-    if not held and not any(_places(one) for one in told):
+    content = [row.prompt, *answers]
+    if not cells and not any(_places(message) for message in content):
         return row
     if row.answer == ():
         raise InputError(f"{row.where}: a plain `text` has no place for images.", "Give `messages`, or a `prompt`.")
-    sources = [image_in(value, row.where, data) for value in held]
-    prompt = _marked(row.prompt, len(sources), row.where) if not any(_places(one) for one in told) else row.prompt
+    sources = [image_in(value, row.where, data) for value in cells]
+    prompt = (
+        _marked(row.prompt, len(sources), row.where) if not any(_places(message) for message in content) else row.prompt
+    )
     prompt, rest = _filled(prompt, sources, row.where, data)
-    completions = [_filled(one, rest, row.where, data) for one in answers]
+    completions = [_filled(completion, rest, row.where, data) for completion in answers]
     if rest and (not completions or any(left for _, left in completions)):
         raise InputError(
             f"{row.where}: {len(sources)} image{'s' * (len(sources) > 1)}, and {len(sources) - len(rest)} places for "
             "one in the messages.",
             'Write {"type": "image"} into the content for each image of the row.',
         )
-    answer = tuple(one for one, _ in completions) if answers else row.answer
+    answer = tuple(message for message, _ in completions) if answers else row.answer
     fields = {name: value for name, value in row.fields.items() if name not in COLUMNS}
     return replace(row, prompt=prompt, answer=answer, fields=fields)
 
@@ -67,15 +69,15 @@ def require_images(rows: Iterable[PromptRow], most: int) -> None:
 
 def in_parts(message: Mapping[str, Any], *, always: bool = False) -> dict[str, Any]:
     """Return a message as chat templates take it: the content of one with images is a list of parts."""
-    shown = {key: value for key, value in message.items() if key != IMAGES}
+    message_copy = {key: value for key, value in message.items() if key != IMAGES}
     content = message["content"]
     if IMAGES not in message:
-        return {**shown, "content": [{"type": "text", "text": content}]} if always else shown
+        return {**message_copy, "content": [{"type": "text", "text": content}]} if always else message_copy
     first, *others = content.split(MARK)
     parts: list[dict[str, str]] = [{"type": "text", "text": first}] if first else []
     for text in others:
         parts += [{"type": IMAGE}, *([{"type": "text", "text": text}] if text else [])]
-    return {**shown, "content": parts}
+    return {**message_copy, "content": parts}
 
 
 def shown_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> Any:
@@ -106,25 +108,25 @@ def _names_images(value: Any) -> bool:
 
 
 def _in_columns(record: Mapping[str, Any]) -> list[Any]:
-    found: list[Any] = []
+    cells: list[Any] = []
     for name in COLUMNS:
         value = record.get(name)
         if value is None or (isinstance(value, str | list) and not value):
             continue
-        found += value if isinstance(value, list | tuple) else [value]
-    return found
+        cells += value if isinstance(value, list | tuple) else [value]
+    return cells
 
 
 def image_in(value: Any, where: str, data: DataConfig) -> ImageSource:
     """Return the image that a value of a row names. Raises InputError if it names none."""
-    named = Path(data.name or "")
-    own = named.parent if named.is_file() else named if named.is_dir() else Path()
-    folder = user_path(data.image_folder) if data.image_folder else own
+    path = Path(data.name or "")
+    base = path.parent if path.is_file() else path if path.is_dir() else Path()
+    folder = user_path(data.image_folder) if data.image_folder else base
     return image_source(value, where, folder, ImageLimits(data.image_pixels, data.image_bytes))
 
 
-def _places(told: Any) -> int:
-    return sum(len(message.get(IMAGES, ())) for message in told) if isinstance(told, list) else 0
+def _places(content: Any) -> int:
+    return sum(len(message.get(IMAGES, ())) for message in content) if isinstance(content, list) else 0
 
 
 def _marked(prompt: Any, images: int, where: str) -> Any:
@@ -132,13 +134,13 @@ def _marked(prompt: Any, images: int, where: str) -> Any:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     written = sum(message["content"].count(IN_TEXT) for message in messages)
     if written == images:
-        return [_with_places(one, one["content"].replace(IN_TEXT, MARK)) for one in messages]
+        return [_with_places(message, message["content"].replace(IN_TEXT, MARK)) for message in messages]
     if written:
         raise InputError(
             f"{where}: {images} image{'s' * (images > 1)}, and the prompt says {IN_TEXT} {written} times.",
             f"Write {IN_TEXT} once for each image, or leave it out: the images then stand before the text.",
         )
-    at = max((place for place, one in enumerate(messages) if one["role"] == "user"), default=len(messages) - 1)
+    at = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
     messages[at] = _with_places(messages[at], MARK * images + messages[at]["content"])
     return messages
 
@@ -148,13 +150,16 @@ def _with_places(message: Mapping[str, Any], content: str) -> dict[str, Any]:
     return {**message, "content": content, **({IMAGES: [FOLLOWS] * count} if count else {})}
 
 
-def _filled(told: Any, sources: list[ImageSource], where: str, data: DataConfig) -> tuple[Any, list[ImageSource]]:
+def _filled(content: Any, sources: list[ImageSource], where: str, data: DataConfig) -> tuple[Any, list[ImageSource]]:
     """Return messages with sources in their image places, and the sources left over. Raises InputError for too few."""
-    if not isinstance(told, list):
-        return told, sources
+    if not isinstance(content, list):
+        return content, sources
     left = iter(sources)
-    found = [{**one, IMAGES: [*_taken(one[IMAGES], left, where, data)]} if IMAGES in one else one for one in told]
-    return found, [*left]
+    filled = [
+        {**message, IMAGES: [*_taken(message[IMAGES], left, where, data)]} if IMAGES in message else message
+        for message in content
+    ]
+    return filled, [*left]
 
 
 def _taken(values: Sequence[Any], left: Iterator[ImageSource], where: str, data: DataConfig) -> Iterator[ImageSource]:

@@ -195,8 +195,8 @@ class Runner:
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), packages)))
         compiled = {"TORCHDYNAMO_DISABLE": "1"} if "triton" in self.failed else {}
         converted = {"RLCTL_MEGATRON_CHECKPOINT_DIR": str(self.models / "converted")}
-        own = {"PYTHONPATH": path, "COLUMNS": "200", "RLCTL_PROBE_DIRECTORY": str(self.directory.absolute())}
-        return {**os.environ, **own, **compiled, **converted}
+        variables = {"PYTHONPATH": path, "COLUMNS": "200", "RLCTL_PROBE_DIRECTORY": str(self.directory.absolute())}
+        return {**os.environ, **variables, **compiled, **converted}
 
     def judged(self, process: ProbeProcess) -> ProbeOutcome:
         outcome = process.outcome()

@@ -31,43 +31,47 @@ class Wanted:
     """Names of the model's tensors, where its class lists them."""
 
 
-def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
+def examine(requested: Wanted, *, quick: bool = False) -> Iterator[Check]:
     """Yield each check as soon as it is done; `quick` leaves out what starts processes."""
-    found = gpus.list_gpus()
+    gpu_list = gpus.list_gpus()
     versions = software.installed_versions()
-    yield software.check_python(len(found))
+    yield software.check_python(len(gpu_list))
     yield software.check_engines(versions)
     yield software.check_packages(versions)
     yield software.check_torch_companions(versions)
-    yield software.check_transformer_engine(len(found), versions, None if quick else software.why_not_imported)
-    if found and wanted.tensors and (check := software.check_delta_rule(len(found), wanted.tensors, versions)):
+    yield software.check_transformer_engine(len(gpu_list), versions, None if quick else software.why_not_imported)
+    if (
+        gpu_list
+        and requested.tensors
+        and (check := software.check_delta_rule(len(gpu_list), requested.tensors, versions))
+    ):
         yield check
-    yield gpus.check_vllm_platform(found, versions)
-    yield host.check_cpu(len(found))
-    split = gpus.check_whole(wanted.gpus_per_node, wanted.gpu)
-    yield split or gpus.check_gpus(found, wanted.gpus_per_node, wanted.gpu)
-    if found:
-        yield from nodes.gpu_checks(found, versions, quick=quick)
-    if wanted.no_plan:
-        yield Check("plan", "fail", wanted.no_plan, "`rlctl plan` with the same flags has the arithmetic.")
+    yield gpus.check_vllm_platform(gpu_list, versions)
+    yield host.check_cpu(len(gpu_list))
+    split = gpus.check_whole(requested.gpus_per_node, requested.gpu)
+    yield split or gpus.check_gpus(gpu_list, requested.gpus_per_node, requested.gpu)
+    if gpu_list:
+        yield from nodes.gpu_checks(gpu_list, versions, quick=quick)
+    if requested.no_plan:
+        yield Check("plan", "fail", requested.no_plan, "`rlctl plan` with the same flags has the arithmetic.")
     else:
-        yield host.check_memory(wanted.parameters, wanted.gpus_per_node, planned=wanted.host_memory)
-    yield host.check_shared_memory(0 if wanted.gpus_per_node else 4 * wanted.parameters)
+        yield host.check_memory(requested.parameters, requested.gpus_per_node, planned=requested.host_memory)
+    yield host.check_shared_memory(0 if requested.gpus_per_node else 4 * requested.parameters)
     yield host.check_left_over()
-    yield host.check_locked_memory(len(found))
-    yield host.check_run_directory(wanted.parameters, wanted.run_directory)
-    yield host.check_converted_models(wanted.parameters)
+    yield host.check_locked_memory(len(gpu_list))
+    yield host.check_run_directory(requested.parameters, requested.run_directory)
+    yield host.check_converted_models(requested.parameters)
     yield host.check_ray_directory()
-    yield network.check_ray(wanted.ray_address)
-    if wanted.ray_address:
-        needed = wanted.parameters * host.CONVERTED_BYTES_PER_PARAMETER
-        count = max(wanted.gpus_per_node, len(found))  # a plan assumes the same number on each node
+    yield network.check_ray(requested.ray_address)
+    if requested.ray_address:
+        needed = requested.parameters * host.CONVERTED_BYTES_PER_PARAMETER
+        count = max(requested.gpus_per_node, len(gpu_list))  # a plan assumes the same number on each node
         directory = converted_directory()
-        kind = wanted.gpu if wanted.gpus_per_node else "auto"
-        more = partial(nodes.checks_of_nodes, wanted.gpus_per_node, kind, quick=quick)
-        yield from network.check_nodes(wanted.ray_address, directory, needed, count, wanted.host_memory, more)
+        kind = requested.gpu if requested.gpus_per_node else "auto"
+        more = partial(nodes.checks_of_nodes, requested.gpus_per_node, kind, quick=quick)
+        yield from network.check_nodes(requested.ray_address, directory, needed, count, requested.host_memory, more)
     yield network.check_hub()
-    yield network.check_token(wanted.model)
+    yield network.check_token(requested.model)
     if not quick:
         yield host.check_sandbox()
-        yield network.check_ranks(len(found))
+        yield network.check_ranks(len(gpu_list))

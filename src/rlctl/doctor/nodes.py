@@ -36,13 +36,13 @@ def ask_nodes(work: Callable[..., R], *arguments: object, limit_s: float) -> dic
     # Without it Ray hides the GPUs from a task that asks for none.
     environment = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
     task: Any = ray.remote(num_cpus=0, max_retries=0, runtime_env=environment)(work)
-    asked = {}
+    pending = {}
     for node in ray.nodes():
         if node["Alive"]:
             place = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-            asked[node["NodeManagerAddress"]] = task.options(scheduling_strategy=place).remote(*arguments)
+            pending[node["NodeManagerAddress"]] = task.options(scheduling_strategy=place).remote(*arguments)
     deadline, answers = time.monotonic() + limit_s, dict[str, R | str]()
-    for address, ref in asked.items():
+    for address, ref in pending.items():
         try:
             answers[address] = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
         except RayError as error:
@@ -50,28 +50,28 @@ def ask_nodes(work: Callable[..., R], *arguments: object, limit_s: float) -> dic
     return answers
 
 
-def gpu_checks(found: tuple[Gpu, ...], versions: Mapping[str, str], *, quick: bool) -> Iterator[Check]:
+def gpu_checks(local_gpus: tuple[Gpu, ...], versions: Mapping[str, str], *, quick: bool) -> Iterator[Check]:
     """Yield the checks of a machine with GPUs; `quick` leaves out what starts processes."""
-    yield gpus.check_driver(found, versions)
+    yield gpus.check_driver(local_gpus, versions)
     yield gpus.check_compiler()
     yield gpus.check_flashinfer(versions)
     if not quick:
         yield software.check_gpu_packages(versions, software.why_not_imported)
-    yield gpus.check_ecc(gpus=found)
+    yield gpus.check_ecc(gpus=local_gpus)
     yield gpus.check_sharing()
     yield gpus.check_other_programs()
-    yield gpus.check_links(found)
+    yield gpus.check_links(local_gpus)
     yield gpus.check_numa()
 
 
 def checks_here(per_node: int, kind: str, quick: bool) -> list[Check]:
     """Return the checks of this node's GPUs, memory limits and NCCL (gloo without GPUs)."""
-    found, versions = gpus.list_gpus(), software.installed_versions()
-    checks = [gpus.check_whole(per_node, kind) or gpus.check_gpus(found, per_node, kind)]
-    checks += gpu_checks(found, versions, quick=quick) if found else ()
-    checks += [host.check_left_over(), host.check_locked_memory(len(found))]
+    local_gpus, versions = gpus.list_gpus(), software.installed_versions()
+    checks = [gpus.check_whole(per_node, kind) or gpus.check_gpus(local_gpus, per_node, kind)]
+    checks += gpu_checks(local_gpus, versions, quick=quick) if local_gpus else ()
+    checks += [host.check_left_over(), host.check_locked_memory(len(local_gpus))]
     if not quick:
-        checks.append(network.check_ranks(len(found)))
+        checks.append(network.check_ranks(len(local_gpus)))
     return [replace(check, repair=None) for check in checks]
 
 
@@ -81,9 +81,9 @@ def checks_of_nodes(per_node: int, kind: str, *, quick: bool) -> Iterator[Check]
 
 def compare_checks(answers: Mapping[str, Sequence[Check] | str]) -> Iterator[Check]:
     """Yield one check for each name, with the details of the nodes where it is worst."""
-    if silent := {node: why for node, why in answers.items() if isinstance(why, str)}:
-        said = "; ".join(f"{node}: {why}" for node, why in silent.items())
-        yield Check("node-checks", "fail", f"no checks from {said}", "See `ray status`, and the logs of Ray there.")
+    if silent := {node: problem for node, problem in answers.items() if isinstance(problem, str)}:
+        listing = "; ".join(f"{node}: {problem}" for node, problem in silent.items())
+        yield Check("node-checks", "fail", f"no checks from {listing}", "See `ray status`, and the logs of Ray there.")
     by_name: dict[str, dict[str, Check]] = {}
     for node, checks in answers.items():
         for check in () if isinstance(checks, str) else checks:
@@ -131,8 +131,8 @@ class Measured:
 
 def rates_here(names: Sequence[str], directory: str, cpu: bool) -> list[Measured]:
     """Run probes on this node, `rates` on each of its GPUs at the same time."""
-    found = () if cpu else gpus.list_gpus()
-    device, every = (GPU, visible_gpus(len(found))) if found else (CPU, [""])
+    local_gpus = () if cpu else gpus.list_gpus()
+    device, every = (GPU, visible_gpus(len(local_gpus))) if local_gpus else (CPU, [""])
     measured: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="rlctl-deep-") as folder:
         runner = Runner(device, Path(folder), Path(folder), time.monotonic() + RATES_LIMIT_S, Path(directory))
@@ -179,16 +179,16 @@ def slowest_first(answers: Mapping[str, Sequence[Measured] | str]) -> list[Measu
         if isinstance(answer, str):
             every.append(Measured(node, "", "task", problem=answer))
         else:
-            every += [replace(one, node=node) for one in answer]
+            every += [replace(rate, node=node) for rate in answer]
     rates: dict[tuple[str, str], list[float]] = {}
-    for one in every:
-        for name, value in one.figures.items():
+    for rate in every:
+        for name, value in rate.figures.items():
             if name.endswith("/s") and not isinstance(value, str):
-                rates.setdefault((one.probe, name), []).append(value)
+                rates.setdefault((rate.probe, name), []).append(value)
 
     def share(one: Measured) -> float:
         middles = {name: median(rates[one.probe, name]) for name in one.figures if (one.probe, name) in rates}
         return min((float(one.figures[name]) / middle for name, middle in middles.items() if middle), default=1.0)
 
-    found = [replace(one, share=share(one)) for one in every]
-    return sorted(found, key=lambda one: (not one.problem, one.share))
+    shares = [replace(rate, share=share(rate)) for rate in every]
+    return sorted(shares, key=lambda rate: (not rate.problem, rate.share))

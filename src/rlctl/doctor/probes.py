@@ -114,8 +114,8 @@ def disk(device: str, models: Path) -> Figures:
     """Write a file as a checkpoint is written, past the page cache where that is faster, and one through it."""
     from rlctl.checkpoints.background_writes import DigestedFile
 
-    wanted = Path(os.environ.get("RLCTL_PROBE_DIRECTORY") or "runs").absolute()
-    place = next(one for one in (wanted, *wanted.parents) if one.is_dir())
+    directory = Path(os.environ.get("RLCTL_PROBE_DIRECTORY") or "runs").absolute()
+    place = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
     block, count = os.urandom(16 << 20), 32
     figures: Figures = {"directory": str(place)}
     path = place / f".rlctl-doctor-{os.uname().nodename}-{os.getpid()}"

@@ -61,7 +61,7 @@ def entries() -> tuple[CatalogEntry, ...]:
     """The whole catalog, in the order of its file."""
     # The C parser reads the file in a tenth of the time; not every build of PyYAML has it.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    found = yaml.load(files("rlctl.models").joinpath("catalog.yaml").read_text(encoding="utf-8"), loader)
+    models = yaml.load(files("rlctl.models").joinpath("catalog.yaml").read_text(encoding="utf-8"), loader)
     return tuple(
         CatalogEntry(
             tuple(entry["names"]),
@@ -69,7 +69,7 @@ def entries() -> tuple[CatalogEntry, ...]:
             entry.get("text_part", False),
             entry.get("config", {}),
         )
-        for entry in found
+        for entry in models
     )
 
 

@@ -44,56 +44,56 @@ def require_engine_sizes(facts: ModelFacts, **sizes: int) -> None:
 
 def policy_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     """Return the rules of Megatron-Core that these sizes break for this model; empty: they are valid."""
-    found = []
+    problems = []
     if parallel.stage_size % parallel.expert_size:
-        why = f"EP {parallel.ep} x ETP {parallel.etp} does not divide TP x CP x DP = {parallel.stage_size}"
-        found.append(Problem("training.ep", why))
+        reason = f"EP {parallel.ep} x ETP {parallel.etp} does not divide TP x CP x DP = {parallel.stage_size}"
+        problems.append(Problem("training.ep", reason))
     if parallel.replicate > 1:
-        found.append(Problem("training.replicate", "copies of sharded weights need training.backend=dtensor"))
-    return [*found, *lone_problems(facts, parallel)]
+        problems.append(Problem("training.replicate", "copies of sharded weights need training.backend=dtensor"))
+    return [*problems, *lone_problems(facts, parallel)]
 
 
 def lone_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     """Return violations of single sizes by the model, for any number of ranks."""
     rules = (_tensor_problems, _pipeline_problems, _expert_problems)
-    found = [problem for rule in rules for problem in rule(facts, parallel)]
-    known = facts.moe is not None and parallel.etp > 1 and has_file(facts.family)
-    if known and Role.EXPERT_DOWN_BIAS in weights_of(facts).roles:
-        found.append(Problem("training.etp", "Megatron-Core cannot split experts that have biases; it must be 1"))
-    return found
+    problems = [problem for rule in rules for problem in rule(facts, parallel)]
+    etp_ignored = facts.moe is not None and parallel.etp > 1 and has_file(facts.family)
+    if etp_ignored and Role.EXPERT_DOWN_BIAS in weights_of(facts).roles:
+        problems.append(Problem("training.etp", "Megatron-Core cannot split experts that have biases; it must be 1"))
+    return problems
 
 
 def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     """Return the rules of FSDP2 around transformers' modules that these sizes break; empty: they are valid."""
-    found, tp, stages = [], parallel.tp, "FSDP2 has no pipeline stages"
+    problems, tp, stages = [], parallel.tp, "FSDP2 has no pipeline stages"
     if parallel.dp % parallel.replicate:
-        why = f"{parallel.dp} data-parallel ranks do not make {parallel.replicate} equal copies"
-        found.append(Problem("training.replicate", why))
-    found += [Problem(f"training.{key}", stages) for key in ("pp", "vpp") if getattr(parallel, key) > 1]
+        reason = f"{parallel.dp} data-parallel ranks do not make {parallel.replicate} equal copies"
+        problems.append(Problem("training.replicate", reason))
+    problems += [Problem(f"training.{key}", stages) for key in ("pp", "vpp") if getattr(parallel, key) > 1]
     ends = ("first_stage_layers", "last_stage_layers")
-    found += [Problem(f"training.{key}", stages) for key in ends if getattr(parallel, key) is not None]
-    found += [*_tensor_problems(facts, parallel), *_expert_problems(facts, parallel)]
+    problems += [Problem(f"training.{key}", stages) for key in ends if getattr(parallel, key) is not None]
+    problems += [*_tensor_problems(facts, parallel), *_expert_problems(facts, parallel)]
     if parallel.dp % parallel.replicate == 0 and parallel.fsdp_shards % parallel.ep:
-        why = f"experts over {parallel.ep} ranks do not divide the {parallel.fsdp_shards} shards of a copy"
-        found.append(Problem("training.ep", why))
+        reason = f"experts over {parallel.ep} ranks do not divide the {parallel.fsdp_shards} shards of a copy"
+        problems.append(Problem("training.ep", reason))
     if facts.unpacked and parallel.cp > 1:
-        found.append(Problem("training.cp", unpacked_rule(facts)))
+        problems.append(Problem("training.cp", unpacked_rule(facts)))
     if facts.vision is not None and parallel.cp > 1:
-        why = "the tokens of an image are not cut over context-parallel ranks; a model that reads images needs 1"
-        found.append(Problem("training.cp", why))
+        reason = "the tokens of an image are not cut over context-parallel ranks; a model that reads images needs 1"
+        problems.append(Problem("training.cp", reason))
     if tp > 1 and facts.listed and not _divides(facts):
-        why = f"how {facts.family} divides over ranks is not known, because its family has no file in rlctl"
-        found.append(Problem("training.tp", why))
+        reason = f"how {facts.family} divides over ranks is not known, because its family has no file in rlctl"
+        problems.append(Problem("training.tp", reason))
     elif facts.moe is not None and (width := facts.moe.expert_intermediate) % tp:
-        found.append(Problem("training.tp", f"expert width {width} does not split over {tp} ranks"))
+        problems.append(Problem("training.tp", f"expert width {width} does not split over {tp} ranks"))
     elif facts.moe is not None and parallel.etp != tp:
-        found.append(Problem("training.etp", f"FSDP2 has experts divided as training.tp = {tp} divides the rest"))
+        problems.append(Problem("training.etp", f"FSDP2 has experts divided as training.tp = {tp} divides the rest"))
     if facts.vocab % tp:
-        found.append(Problem("training.tp", f"a vocabulary of {facts.vocab:,} does not split over {tp} ranks"))
+        problems.append(Problem("training.tp", f"a vocabulary of {facts.vocab:,} does not split over {tp} ranks"))
     if tp > 1 and not parallel.sequence_parallel:
-        why = "the dtensor backend divides matrices with sequence parallelism only"
-        found.append(Problem("training.sequence_parallel", why))
-    return found
+        reason = "the dtensor backend divides matrices with sequence parallelism only"
+        problems.append(Problem("training.sequence_parallel", reason))
+    return problems
 
 
 def _divides(facts: ModelFacts) -> bool:
@@ -109,24 +109,26 @@ def unpacked_rule(facts: ModelFacts) -> str:
 
 def engine_problems(facts: ModelFacts, tp: int, pp: int = 1, dp: int = 1, ep: int = 1) -> list[Problem]:
     """Return the rules of vLLM that these sizes of one engine break for this model; empty: they are valid."""
-    found = _head_problems(facts, tp, "generation.tp")
+    problems = _head_problems(facts, tp, "generation.tp")
     width = facts.moe.expert_intermediate if facts.moe else facts.intermediate
     shares = tp * dp if facts.moe else tp
     if ep == 1 and width % shares:
         key = "generation.dp" if width % tp == 0 else "generation.tp"
-        found.append(Problem(key, f"MLP width {width} does not split over {shares} ranks"))
+        problems.append(Problem(key, f"MLP width {width} does not split over {shares} ranks"))
     if dp > 1 and facts.moe is None:
-        why = "the replicas of an engine share its experts, and this model has none (generation.engines makes copies)"
-        found.append(Problem("generation.dp", why))
+        reason = (
+            "the replicas of an engine share its experts, and this model has none (generation.engines makes copies)"
+        )
+        problems.append(Problem("generation.dp", reason))
     if pp > facts.layers:
-        found.append(Problem("generation.pp", f"{facts.layers} layers are fewer than {pp} stages"))
+        problems.append(Problem("generation.pp", f"{facts.layers} layers are fewer than {pp} stages"))
     if ep > 1 and facts.moe is None:
-        found.append(Problem("generation.ep", "expert parallelism needs a model with experts"))
+        problems.append(Problem("generation.ep", "expert parallelism needs a model with experts"))
     elif facts.moe is not None and facts.moe.experts % ep:
-        found.append(Problem("generation.ep", f"{facts.moe.experts} experts do not split over {ep} ranks"))
+        problems.append(Problem("generation.ep", f"{facts.moe.experts} experts do not split over {ep} ranks"))
     if facts.moe is not None and ep not in (1, tp * dp):
-        found.append(Problem("generation.ep", f"expert parallelism spans TP x DP = {tp * dp}"))
-    return found
+        problems.append(Problem("generation.ep", f"expert parallelism spans TP x DP = {tp * dp}"))
+    return problems
 
 
 def float8_problems(facts: ModelFacts, parallel: ParallelSpec) -> Iterator[Problem]:
@@ -152,10 +154,10 @@ def family_problem(facts: ModelFacts, backend: str | None) -> str | None:
         return None
     if facts.vision is not None:
         return f"model.name: the backend {backend} trains no images of {facts.family}; --backend dtensor does"
-    why = f"model.name: family {facts.family} has no weight map yet; {', '.join(FAMILIES)} have one"
+    reason = f"model.name: family {facts.family} has no weight map yet; {', '.join(FAMILIES)} have one"
     if facts.listed:
-        return f"{why}. --backend dtensor needs none"
-    return f"{why}. If its files are here, give --model their directory" if backend == "dtensor" else why
+        return f"{reason}. --backend dtensor needs none"
+    return f"{reason}. If its files are here, give --model their directory" if backend == "dtensor" else reason
 
 
 def _head_problems(facts: ModelFacts, tp: int, key: str) -> list[Problem]:
@@ -168,18 +170,18 @@ def _head_problems(facts: ModelFacts, tp: int, key: str) -> list[Problem]:
 
 
 def _tensor_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
-    found, tp, sp = _head_problems(facts, parallel.tp, "training.tp"), parallel.tp, parallel.sequence_parallel
+    problems, tp, sp = _head_problems(facts, parallel.tp, "training.tp"), parallel.tp, parallel.sequence_parallel
     if facts.intermediate % tp:
-        found.append(Problem("training.tp", f"MLP width {facts.intermediate} does not split over {tp} ranks"))
+        problems.append(Problem("training.tp", f"MLP width {facts.intermediate} does not split over {tp} ranks"))
     if facts.moe is not None and (width := facts.moe.shared_expert_intermediate) % tp:
-        found.append(Problem("training.tp", f"shared experts' width {width} does not split over {tp} ranks"))
+        problems.append(Problem("training.tp", f"shared experts' width {width} does not split over {tp} ranks"))
     for part, name in ((facts.moe, "experts"), (facts.mla, "multi-head latent attention")):
         if tp > 1 and part is not None and not sp:
-            why = f"{name} with tensor parallelism need{'s' * (part is facts.mla)} sequence parallelism"
-            found.append(Problem("training.sequence_parallel", why))
+            reason = f"{name} with tensor parallelism need{'s' * (part is facts.mla)} sequence parallelism"
+            problems.append(Problem("training.sequence_parallel", reason))
     if sp and tp == 1:
-        found.append(Problem("training.sequence_parallel", "sequence parallelism needs training.tp > 1"))
-    return found
+        problems.append(Problem("training.sequence_parallel", "sequence parallelism needs training.tp > 1"))
+    return problems
 
 
 def _pipeline_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
@@ -188,8 +190,8 @@ def _pipeline_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Proble
     ends = "training.first_stage_layers" if first is not None else "training.last_stage_layers"
     named = (first, last) != (None, None)
     if pp == 1:
-        found = [Problem("training.vpp", "virtual stages need training.pp > 1")] if vpp > 1 else []
-        return found + ([Problem(ends, f"{ends} needs training.pp > 1")] if named else [])
+        problems = [Problem("training.vpp", "virtual stages need training.pp > 1")] if vpp > 1 else []
+        return problems + ([Problem(ends, f"{ends} needs training.pp > 1")] if named else [])
     if not named and pp * vpp > layers:
         key = "training.vpp" if vpp > 1 else "training.pp"
         return [Problem(key, f"{layers} layers are fewer than PP {pp} x VPP {vpp} stages")]
@@ -200,8 +202,8 @@ def _pipeline_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Proble
         return [Problem("training.pp", f"{layers} layers leave a stage of PP {pp} empty")]
     if stages is None:
         given = [f"first {first}"] * (first is not None) + [f"last {last}"] * (last is not None)
-        why = f"{layers} layers with {' and '.join(given)} do not split evenly over the other stages of PP {pp}"
-        return [Problem(ends, why)]
+        reason = f"{layers} layers with {' and '.join(given)} do not split evenly over the other stages of PP {pp}"
+        return [Problem(ends, reason)]
     uneven = next((size for size in stages if size % vpp), None)
     if uneven is not None:
         return [Problem("training.vpp", f"a stage of {uneven} layers does not split into {vpp} virtual stages")]
@@ -213,10 +215,10 @@ def _expert_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]
     if facts.moe is None:
         wrong = [key for key, broken in (("ep", ep > 1), ("etp", etp not in (1, parallel.tp))) if broken]
         return [Problem(f"training.{key}", "expert parallelism needs a model with experts") for key in wrong[:1]]
-    found = []
+    problems = []
     if facts.moe.experts % ep:
-        found.append(Problem("training.ep", f"{facts.moe.experts} experts do not split over {ep} ranks"))
+        problems.append(Problem("training.ep", f"{facts.moe.experts} experts do not split over {ep} ranks"))
     if facts.moe.expert_intermediate % etp:
-        why = f"expert width {facts.moe.expert_intermediate} does not split over {etp} ranks"
-        found.append(Problem("training.etp", why))
-    return found
+        reason = f"expert width {facts.moe.expert_intermediate} does not split over {etp} ranks"
+        problems.append(Problem("training.etp", reason))
+    return problems

@@ -23,10 +23,10 @@ class RopeFacts:
     @property
     def attention_factor(self) -> float:
         """Factor of cosines and sines, only for yarn (transformers' `_compute_yarn_parameters`)."""
-        given = self.scaling
-        if self.kind != "yarn" or "attention_factor" in given:
-            return given.get("attention_factor", 1.0) if self.kind == "yarn" else 1.0
-        mscale, everywhere = given.get("mscale"), given.get("mscale_all_dim")
+        scaling = self.scaling
+        if self.kind != "yarn" or "attention_factor" in scaling:
+            return scaling.get("attention_factor", 1.0) if self.kind == "yarn" else 1.0
+        mscale, everywhere = scaling.get("mscale"), scaling.get("mscale_all_dim")
         if mscale and everywhere:
             return self._mscale(mscale) / self._mscale(everywhere)
         return self._mscale(1.0)

@@ -67,12 +67,12 @@ def families() -> tuple[Family, ...]:
 @cache
 def family(name: str) -> Family:
     """Return the family `name`. Raises InputError without such a file."""
-    found = next((f for f in families() if f.name == name), None)
-    if found is not None:
-        return found
+    match = next((f for f in families() if f.name == name), None)
+    if match is not None:
+        return match
     if (entry := find_plugin(GROUP, name)) is None:
-        known = (*FAMILIES, *plugin_names(GROUP))
-        raise InputError(f"No model family `{name}`.", f"Known: {', '.join(known)}.")
+        names = (*FAMILIES, *plugin_names(GROUP))
+        raise InputError(f"No model family `{name}`.", f"Known: {', '.join(names)}.")
     return Family.of(name, load_plugin(entry))
 
 
@@ -91,8 +91,8 @@ def family_of(architectures: Collection[str]) -> Family | None:
 def family_of_config(config: dict[str, Any]) -> Family:
     """The family of a Hugging Face configuration; InputError names the nearest known architecture."""
     architectures = config.get("architectures") or []
-    if (found := family_of(architectures)) is not None:
-        return found
+    if (match := family_of(architectures)) is not None:
+        return match
     if not architectures and not config.get("model_type"):
         raise InputError("config.json names no `architectures`.", "Take the model's own config.json.")
     name = architectures[0] if architectures else str(config.get("model_type"))
@@ -109,8 +109,8 @@ def family_of_config(config: dict[str, Any]) -> Family:
             "embeddings, and rlctl trains models that write.",
             "Name the model with a causal language modelling head (...ForCausalLM) that it was made from.",
         )
-    known = [a for f in families() for a in f.architectures]
-    near = difflib.get_close_matches(name, known, 1, 0.0)
+    names = [a for f in families() for a in f.architectures]
+    near = difflib.get_close_matches(name, names, 1, 0.0)
     hint = f"Nearest known: {near[0]}. docs/adding_a_model.md adds a family in one file."
     raise InputError(f"Unknown architecture `{name}`.", hint)
 
@@ -121,8 +121,8 @@ OTHER_SENSES = ("vision_config", "audio_config", "vision_tower", "visual", "mm_v
 
 def _architectures(config: dict[str, Any]) -> list[str]:
     """Return the classes that a configuration names; none where it holds no list of names."""
-    named = config.get("architectures")
-    return [str(name) for name in named] if isinstance(named, list) else []
+    names = config.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def sees(config: dict[str, Any]) -> bool:

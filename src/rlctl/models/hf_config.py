@@ -39,81 +39,85 @@ def required(config: dict[str, Any], *keys: str) -> Any:
     raise InputError(f"config.json has no {named}.", "Take the model's own config.json.")
 
 
-def refuse(condition: bool, what: str, why: str) -> None:
+def refuse(condition: bool, what: str, reason: str) -> None:
     """Raise InputError where the configuration asks for something that rlctl cannot express."""
     if condition:
-        raise InputError(f"config.json says {what}: {why}")
+        raise InputError(f"config.json says {what}: {reason}")
 
 
 def completed(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json completed with `defaults`; null counts as missing unless it is a valid value."""
-    given = {key: value for key, value in config.items() if value is not None or key in NULLABLE}
-    return {key: value for key, value in (defaults | given).items() if value is not None}
+    values = {key: value for key, value in config.items() if value is not None or key in NULLABLE}
+    return {key: value for key, value in (defaults | values).items() if value is not None}
 
 
 def rope_facts(config: dict[str, Any]) -> RopeFacts:
     """Return the rotary embedding as transformers 5 reads it: `rope_scaling` replaces `rope_parameters`, and top-level
     keys fill gaps."""
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if kinds := [key for key, value in given.items() if isinstance(value, dict)]:
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if kinds := [key for key, value in scaling.items() if isinstance(value, dict)]:
         raise InputError(
             f"config.json has rotary parameters for `{kinds[0]}` layers, but this model type has one set for all.",
             OWN_FILE,
         )
     if original := config.get("original_max_position_embeddings"):
-        given = given | {"original_max_position_embeddings": original}
+        scaling = scaling | {"original_max_position_embeddings": original}
     if partial := config.get("partial_rotary_factor"):
-        given = {"partial_rotary_factor": partial} | given
-    return rope_of(given, config.get("rope_theta"), config.get("max_position_embeddings"))
+        scaling = {"partial_rotary_factor": partial} | scaling
+    return rope_of(scaling, config.get("rope_theta"), config.get("max_position_embeddings"))
 
 
 def rope_of(given: dict[str, Any], theta: float | None, positions: int | None = None) -> RopeFacts:
     """Return a rotary embedding; `theta`: default base, `positions`: default original length of scalings."""
     kind, legacy = given.get("rope_type", given.get("type", "default")), given.get("type")
-    known: RopeKind | None = next((one for one in get_args(RopeKind) if one == kind), None)
-    if known is None:
+    listed_kind: RopeKind | None = next((name for name in get_args(RopeKind) if name == kind), None)
+    if listed_kind is None:
         raise InputError(f"config.json has rope type `{kind}`.", f"Known: {', '.join(sorted(get_args(RopeKind)))}.")
     if legacy not in (None, kind, "mrope"):
-        why = f"transformers reads `rope_type` ({kind}), vLLM refuses it next to another `type` ({legacy})"
-        raise InputError(f"config.json has two rope types: {why}.", "Remove the wrong one.")
-    if known == "dynamic" and given.get("alpha"):
+        reason = f"transformers reads `rope_type` ({kind}), vLLM refuses it next to another `type` ({legacy})"
+        raise InputError(f"config.json has two rope types: {reason}.", "Remove the wrong one.")
+    if listed_kind == "dynamic" and given.get("alpha"):
         raise InputError(
             "config.json has rope type `dynamic` with `alpha`.", "Models of HunYuan alone are known to have it."
         )
     if (partial := given.get("partial_rotary_factor", 1)) != 1:
-        why = "transformers rotates whole heads of this model type, and vLLM a part"
-        raise InputError(f"config.json says partial_rotary_factor: {partial}: {why}.", OWN_FILE)
+        reason = "transformers rotates whole heads of this model type, and vLLM a part"
+        raise InputError(f"config.json says partial_rotary_factor: {partial}: {reason}.", OWN_FILE)
     given = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
-    if known in ("llama3", "yarn") and positions:
+    if listed_kind in ("llama3", "yarn") and positions:
         given = {"original_max_position_embeddings": positions} | given
     theta = float(given.get("rope_theta") or theta or 10_000.0)
     scaling = {k: float(v) for k, v in given.items() if k not in ROPE_TEXT_KEYS and isinstance(v, int | float)}
-    if lacking := [key for key in ROPE_NEEDS.get(known, ()) if key not in scaling]:
+    if lacking := [key for key in ROPE_NEEDS.get(listed_kind, ()) if key not in scaling]:
         raise InputError(f"config.json: rope type `{kind}` lacks `{lacking[0]}`.", OWN_FILE)
-    return RopeFacts(theta=theta, kind=known, scaling=scaling if kind != "default" else {})
+    return RopeFacts(theta=theta, kind=listed_kind, scaling=scaling if kind != "default" else {})
 
 
 def replaced_positions(config: dict[str, Any], most: int | None, scaling: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with other positions (unless None) and rotary scaling (unless empty)."""
-    own = {}
+    positions = {}
     if most := most_positions(most, scaling):
-        own["max_position_embeddings"] = most
+        positions["max_position_embeddings"] = most
     if not scaling:
-        return config | {key: _with_original(config, config[key]) for key in ROPE_KEYS if config.get(key)} | own
+        return config | {key: _with_original(config, config[key]) for key in ROPE_KEYS if config.get(key)} | positions
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     given = given.get("full_attention") or given
     kept = {key: value for key, value in config.items() if key not in (*ROPE_KEYS, "original_max_position_embeddings")}
     theta = scaling.get("rope_theta") or given.get("rope_theta") or config.get("rope_theta")
-    named = {"rope_theta": theta} if theta else {}
-    return kept | own | named | {"rope_scaling": scaling | named}
+    rope_base = {"rope_theta": theta} if theta else {}
+    return kept | positions | rope_base | {"rope_scaling": scaling | rope_base}
 
 
-def _with_original(config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _with_original(config: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """Return rotary parameters with an explicit original length, which transformers derives from the positions."""
-    if any(isinstance(value, dict) for value in given.values()):
-        return {key: _with_original(config, one) if isinstance(one, dict) else one for key, one in given.items()}
-    depends = given.get("rope_type", given.get("type")) in ("llama3", "yarn") and config.get("max_position_embeddings")
-    return {"original_max_position_embeddings": config["max_position_embeddings"]} | given if depends else given
+    if any(isinstance(value, dict) for value in values.values()):
+        return {
+            key: _with_original(config, value) if isinstance(value, dict) else value for key, value in values.items()
+        }
+    depends = values.get("rope_type", values.get("type")) in ("llama3", "yarn") and config.get(
+        "max_position_embeddings"
+    )
+    return {"original_max_position_embeddings": config["max_position_embeddings"]} | values if depends else values
 
 
 def most_positions(most: int | None, scaling: dict[str, Any]) -> int | None:
@@ -143,11 +147,11 @@ def base_facts(family: str, config: dict[str, Any], **more: Any) -> ModelFacts:
         values["rope"] = rope_facts(config)
     facts = ModelFacts(family, **(values | more))
     key = "hidden_activation" if facts.activation == "gelu_tanh" else "hidden_act"
-    known = ACTIVATIONS[facts.activation]  # another one would not be computed
-    if (config.get(key) or known[0]) not in known:
-        why = f"config.json: `{key}` is {config[key]!r}, but rlctl computes a {facts.family} with {known[0]}."
-        raise InputError(why, OWN_FILE)
+    expected = ACTIVATIONS[facts.activation]  # another one would not be computed
+    if (config.get(key) or expected[0]) not in expected:
+        reason = f"config.json: `{key}` is {config[key]!r}, but rlctl computes a {facts.family} with {expected[0]}."
+        raise InputError(reason, OWN_FILE)
     if facts.heads % facts.kv_heads:
-        why = f"num_attention_heads {facts.heads} is not a multiple of num_key_value_heads {facts.kv_heads}."
-        raise InputError(f"config.json: {why}")
+        reason = f"num_attention_heads {facts.heads} is not a multiple of num_key_value_heads {facts.kv_heads}."
+        raise InputError(f"config.json: {reason}")
     return facts

@@ -121,7 +121,7 @@ class Matrix:
 
 def sizes(facts: ModelFacts) -> dict[str, int]:
     """Numbers that symbolic dims may name."""
-    known = {
+    constants = {
         "hidden": facts.hidden,
         "vocab": facts.vocab,
         "ffn": facts.intermediate,
@@ -132,21 +132,21 @@ def sizes(facts: ModelFacts) -> dict[str, int]:
         "o": facts.heads * (facts.mla.v_head_dim if facts.mla else facts.head_dim),
     }
     if facts.moe:
-        known |= {"experts": facts.moe.experts, "expert_ffn": facts.moe.expert_intermediate}
-        known |= {"shared_ffn": facts.moe.shared_expert_intermediate}
+        constants |= {"experts": facts.moe.experts, "expert_ffn": facts.moe.expert_intermediate}
+        constants |= {"shared_ffn": facts.moe.shared_expert_intermediate}
     if facts.mla:
         mla = facts.mla
         qk = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        known |= {"q_rank": mla.q_lora_rank or 0, "kv_rank": mla.kv_lora_rank, "mla_q": facts.heads * qk}
-        known |= {"rope": mla.qk_rope_head_dim, "mla_kv": facts.heads * (mla.qk_nope_head_dim + mla.v_head_dim)}
-    return known
+        constants |= {"q_rank": mla.q_lora_rank or 0, "kv_rank": mla.kv_lora_rank, "mla_q": facts.heads * qk}
+        constants |= {"rope": mla.qk_rope_head_dim, "mla_kv": facts.heads * (mla.qk_nope_head_dim + mla.v_head_dim)}
+    return constants
 
 
-def evaluate(expression: str, known: dict[str, int]) -> int:
+def evaluate(expression: str, constants: dict[str, int]) -> int:
     """Value of a symbolic dim: sums of products of names and numbers, such as `2*expert_ffn` or `kv_rank+rope`."""
 
     def product(term: str) -> int:
-        return prod(int(factor) if factor.isdigit() else known[factor] for factor in term.split("*"))
+        return prod(int(factor) if factor.isdigit() else constants[factor] for factor in term.split("*"))
 
     return sum(product(term) for term in expression.split("+"))
 
@@ -193,7 +193,7 @@ class ModelWeights:
         index: dict[str, list[Matrix]] = {}
         for matrix in self.matrices:
             index.setdefault(matrix.tensor, []).append(matrix)
-        return {name: tuple(held) for name, held in index.items()}
+        return {name: tuple(matrices) for name, matrices in index.items()}
 
     def layer(self, layer: int, experts: range | None = None) -> Iterator[Matrix]:
         for weight in self.per_layer[layer]:
@@ -213,16 +213,16 @@ class ModelWeights:
         return sum(map(prod, self.tensors.values()))
 
     def _fill(self, weight: Weight, layer: int | None, expert: int | None) -> Matrix:
-        known, stored = self._sizes, weight.stored
-        shape = tuple(evaluate(dim, known) for dim in weight.dims)
+        sizes, stored = self._sizes, weight.stored
+        shape = tuple(evaluate(dim, sizes) for dim in weight.dims)
         tensor_shape, axes = shape, tuple(range(len(shape)))
         starts, steps = [0] * len(shape), [1] * len(shape)
         if stored is not None:
-            tensor_shape, axes = tuple(evaluate(dim, known) for dim in stored.dims), stored.axes
+            tensor_shape, axes = tuple(evaluate(dim, sizes) for dim in stored.dims), stored.axes
             starts = [0 if axis in axes else expert or 0 for axis in range(len(tensor_shape))]
             steps = [1] * len(tensor_shape)
             for i, axis in enumerate(axes):
-                starts[axis] = evaluate(stored.starts[i], known) if stored.starts else 0
+                starts[axis] = evaluate(stored.starts[i], sizes) if stored.starts else 0
                 steps[axis] = stored.steps[i] if stored.steps else 1
         name = weight.name.format(layer=layer, expert=expert)
         place = (tensor_shape, axes, tuple(starts), tuple(steps), weight.offset, weight.dtype)

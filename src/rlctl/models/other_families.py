@@ -29,8 +29,8 @@ def weights(facts: ModelFacts) -> ModelWeights:
             axes = tuple(range(len(tensor.shape)))
             stored = MatrixInTensor(_dims(tensor.tensor_shape), axes, _dims(tensor.tensor_start))
         weight = Weight(role, tensor.name, _dims(tensor.shape), stored, dtype=tensor.dtype)
-        for own in (layers[layer] for layer in tensor.layers) if tensor.layers else (once,):
-            own.append(weight)
+        for indices in (layers[layer] for layer in tensor.layers) if tensor.layers else (once,):
+            indices.append(weight)
     return ModelWeights(facts, tuple(once), tuple(map(tuple, layers)))
 
 

@@ -31,10 +31,10 @@ def quantized_matrices(facts: ModelFacts, settings: QuantizationConfig) -> dict[
 
 @lru_cache(maxsize=8)
 def _chosen(facts: ModelFacts, tensors: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, Matrix]:
-    found = (matrix for matrix in weights_of(facts).matrices if _is_linear(matrix))
+    matrices = (matrix for matrix in weights_of(facts).matrices if _is_linear(matrix))
     return {
         matrix.tensor: matrix
-        for matrix in found
+        for matrix in matrices
         if any(fnmatchcase(matrix.tensor, pattern) for pattern in tensors)
         and not any(fnmatchcase(matrix.tensor, pattern) for pattern in exclude)
     }

@@ -58,8 +58,8 @@ def local_gpus() -> list[str]:
 
 def gpu_memory() -> float | None:
     """Bytes of the smallest of these GPUs; None: the driver does not say, as where GPU and processor share memory."""
-    found = [float(row[3]) * 1024**2 for row in _of_gpus("name,memory.total,driver_version") if row[3].isdigit()]
-    return min(found, default=None)
+    sizes = [float(row[3]) * 1024**2 for row in _of_gpus("name,memory.total,driver_version") if row[3].isdigit()]
+    return min(sizes, default=None)
 
 
 def gpu_driver() -> str:
@@ -75,8 +75,8 @@ def gpu_capability() -> float | None:
 
 def mig_problem() -> str:
     """Return one sentence about GPUs that are split into MIG slices; empty: these GPUs are whole."""
-    named = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    if slices := [one for one in named if one.startswith("MIG-")]:
+    visible_ids = [visible_id.strip() for visible_id in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if slices := [visible_id for visible_id in visible_ids if visible_id.startswith("MIG-")]:
         return f"CUDA_VISIBLE_DEVICES names a MIG slice ({slices[0]}); rlctl runs on whole GPUs alone"
     split = [row[0] for row in _of_gpus("mig.mode.current") if row[2] == "Enabled"]
     return f"GPU {', '.join(split)} is split into MIG slices; rlctl runs on whole GPUs alone" if split else ""
@@ -109,16 +109,16 @@ def _of_gpus(fields: str) -> list[tuple[str, ...]]:
     return visible(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def visible(rows: Sequence[tuple[str, ...]], wanted: str | None) -> list[tuple[str, ...]]:
+def visible(rows: Sequence[tuple[str, ...]], visible_ids: str | None) -> list[tuple[str, ...]]:
     """Return `rows` (index, uuid, ...) named by `CUDA_VISIBLE_DEVICES` in its order. A name is an index or uuid prefix;
     the first unknown name ends the list. None: all."""
-    found: list[tuple[str, ...]] = []
-    for name in (part.strip() for part in wanted.split(",")) if wanted is not None else ():
+    selected: list[tuple[str, ...]] = []
+    for name in (part.strip() for part in visible_ids.split(",")) if visible_ids is not None else ():
         fits = [row for row in rows if name == row[0] or (name.startswith("GPU-") and row[1].startswith(name))]
         if len(fits) != 1:
             break
-        found += fits
-    return list(rows) if wanted is None else found
+        selected += fits
+    return list(rows) if visible_ids is None else selected
 
 
 def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> ClusterFacts:
@@ -126,27 +126,31 @@ def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> Clust
     (None: raise MachineError)."""
     section, count = config.cluster, config.cluster.gpus_per_node
     if section.gpu not in ("cpu", "auto") and count != 0:
-        named = make_cluster(section.gpu, section.nodes, count)
+        described = make_cluster(section.gpu, section.nodes, count)
         here = {match_device(name) for name in local_gpus()} if section.ray_address is None else set()
         if assume is None and section.ray_address is None:
             require_whole_gpus()
         # Where another kind is named, it is the nearest one to a GPU of this machine, or another machine's.
-        return measured(named, gpu_memory()) if here and (assume is None or named.device.name in here) else named
+        return (
+            measured(described, gpu_memory())
+            if here and (assume is None or described.device.name in here)
+            else described
+        )
     if section.gpu == "auto" and count != 0:
         require_whole_gpus()
-    found = local_gpus() if section.gpu == "auto" and count != 0 else []
-    if found:
+    local = local_gpus() if section.gpu == "auto" and count != 0 else []
+    if local:
         memory = gpu_memory()
-        known = match_device(found[0]) is not None
-        device = device_reported(found[0], memory, None if known else gpu_capability())
-        cluster = ClusterFacts(device, section.nodes or 1, count or len(found))
+        is_listed = match_device(local[0]) is not None
+        device = device_reported(local[0], memory, None if is_listed else gpu_capability())
+        cluster = ClusterFacts(device, section.nodes or 1, count or len(local))
         return calibrated(with_profile(measured(cluster, memory), load_profile()))
     if section.gpu == "cpu" or count == 0 or (count, section.nodes) == (None, None):
         return calibrated(with_profile(ClusterFacts(local_cpu(), section.nodes or 1, 0), load_profile()))
     if assume is None:
-        asked = f"nodes = {section.nodes}" if count is None else f"gpus_per_node = {count}"
+        request = f"nodes = {section.nodes}" if count is None else f"gpus_per_node = {count}"
         raise MachineError(
-            f"cluster.{asked} asks for GPUs, and this machine has none.",
+            f"cluster.{request} asks for GPUs, and this machine has none.",
             "Use `--preset laptop` or `--gpu cpu` here; `rlctl plan --gpu h100` plans for another machine.",
         )
     return make_cluster(assume, section.nodes, count)
@@ -306,10 +310,10 @@ def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> Precisi
     ConfigError if float8 does not fit device, weights or adapters."""
     fp8, recipe = config.megatron.passed.get("fp8"), config.megatron.passed.get("fp8_recipe")
     if not fp8:
-        named: dict[str, Precision] = {"float32": "float32", "bfloat16": "bf16", "float16": "bf16"}
-        return named.get(config.model.dtype)
+        by_dtype: dict[str, Precision] = {"float32": "float32", "bfloat16": "bf16", "float16": "bf16"}
+        return by_dtype.get(config.model.dtype)
     device = cluster.device
-    for wrong, why, what in (
+    for wrong, reason, needed in (
         (device.is_cpu, "it needs GPUs", "Remove it, or plan for GPUs with --gpu."),
         (device.fp8 <= device.bf16, f"{device.name.upper()} has no units for it", "Remove it."),
         (recipe == "mxfp8" and not device.fp4, f"{device.name.upper()} has no units for its recipe mxfp8",
@@ -320,7 +324,7 @@ def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> Precisi
         (config.training.lora.rank > 0, "adapters (training.lora) are on layers without it", "Remove one of the two."),
     ):  # fmt: skip
         if wrong:
-            raise ConfigError(f"megatron.fp8 = {fp8} is refused: {why}.", what)
+            raise ConfigError(f"megatron.fp8 = {fp8} is refused: {reason}.", needed)
     return "fp8"
 
 
@@ -353,9 +357,11 @@ def plan_from_config(
                 raise ConfigError(f"training.{key} = true is refused: {unpacked_rule(facts)}.", "Leave it out.")
         lacking = [] if config.reward_models else [("reward_model.", "no reward model", "--reward model:DIR")]
         lacking += [] if config.named_teacher else [("teacher.", "no teacher", "--teacher NAME")]
-        for section, what, flag in lacking:
+        for section, needed, flag in lacking:
             if idle := [key for key in pins if key.startswith(section)]:
-                raise ConfigError(f"{idle[0]} = {pins[idle[0]]} has no effect: there is {what}.", f"Name one: {flag}.")
+                raise ConfigError(
+                    f"{idle[0]} = {pins[idle[0]]} has no effect: there is {needed}.", f"Name one: {flag}."
+                )
     constants, engine = DEFAULTS, PLAIN_ENGINE
     if with_engines := config.engine_settings:
         require_mover(with_engines, pins, trains=workload.trains)

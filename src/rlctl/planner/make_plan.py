@@ -52,11 +52,11 @@ def make_plan(
     """
     _check_mover(request)
     _check_devices(request)
-    if (asked := request.pin("training.backend")) or not request.workload.trains:
-        found, rule = _found(replace(request, backend=asked or request.backend), prefer_runnable), ""
+    if (pinned := request.pin("training.backend")) or not request.workload.trains:
+        best_plan, rule = _found(replace(request, backend=pinned or request.backend), prefer_runnable), ""
     else:
-        found, rule = _of_either(request, prefer_runnable, refusal)
-    request, plans, rejected = found.request, found.plans, found.rejected
+        best_plan, rule = _of_either(request, prefer_runnable, refusal)
+    request, plans, rejected = best_plan.request, best_plan.plans, best_plan.rejected
     if not plans:
         raise no_plan(request, rejected)
     best = plans[0]
@@ -109,12 +109,12 @@ def _found(request: Request, prefer_runnable: bool) -> _Found:
 def _of_either(request: Request, prefer_runnable: bool, refusal: Refusal) -> tuple[_Found, str]:
     """Return the default backend's result, or the other's if only that can run, and the reason."""
     usual = _found(request, prefer_runnable)
-    if (why := usual.obstacle(refusal)) is None:
+    if (obstacle := usual.obstacle(refusal)) is None:
         return usual, _against_the_other(request, usual.plans[0], refusal)
     other = _found(replace(request, backend=OTHER), prefer_runnable)
     if (also := other.obstacle(refusal)) is None:
-        return other, f"{request.backend} cannot: {why.rstrip('.')}."
-    neither = (f"{request.backend}: {why.rstrip('.')}", f"{OTHER}: {also.rstrip('.')}")
+        return other, f"{request.backend} cannot: {obstacle.rstrip('.')}."
+    neither = (f"{request.backend}: {obstacle.rstrip('.')}", f"{OTHER}: {also.rstrip('.')}")
     plans = [replace(plan, blocked=neither[not plan.runnable :]) for plan in usual.plans]
     return replace(usual, plans=plans), f"No backend can run it. {'; '.join(neither)}."
 
@@ -124,8 +124,8 @@ def _against_the_other(request: Request, best: Plan, refusal: Refusal) -> str:
     assert best.training is not None
     other, rejected = replace(request, backend=OTHER, cluster=best.cluster), list[str]()
 
-    def reject(choice: Any, why: str, over: float = math.inf) -> None:
-        rejected.append(why)
+    def reject(choice: Any, reason: str, over: float = math.inf) -> None:
+        rejected.append(reason)
 
     devices = best.cluster.devices if best.cluster.is_cpu else best.training.parallel.world_size
     trainings = search.training_candidates(other, devices, best.colocated, request.budget, reject)
@@ -137,7 +137,7 @@ def _against_the_other(request: Request, best: Plan, refusal: Refusal) -> str:
         return f"{OTHER} cannot: {because.rstrip('.')}."
     if best.cluster.is_cpu:
         return ON_CPUS
-    ours, theirs = (sum(one.seconds[phase] for phase in (Phase.TRAINING, Phase.LOGPROBS)) for one in (best, plan))
+    ours, theirs = (sum(name.seconds[phase] for phase in (Phase.TRAINING, Phase.LOGPROBS)) for name in (best, plan))
     unseen = "; no published run shows that dtensor is faster" if theirs < ours else ""
     return (
         f"{PUBLISHED} Predicted here, training and log-probs: {ours:.1f} s, with {OTHER} ({fastest.choice.name()}) "
@@ -194,8 +194,10 @@ def _beside(request: Request, plans: list[Plan], best: Plan) -> Plan | None:
     if not here:  # on the same devices the two sides take turns
         pins = {key: value for key, value in request.pins.items() if key not in (*APART, "refit.mover")}
         turns = replace(request.workload, staleness=None)
-        asked = replace(request, pins=pins | {"generation.colocated": True}, workload=turns, cluster=best.cluster)
-        here = feasible_plans(asked)[0]
+        turns_request = replace(
+            request, pins=pins | {"generation.colocated": True}, workload=turns, cluster=best.cluster
+        )
+        here = feasible_plans(turns_request)[0]
     return min(here, key=lambda plan: (not plan.runnable, score(plan)), default=None)
 
 
@@ -203,19 +205,19 @@ APART = ("generation.colocated", "generation.devices")
 
 
 def _check_devices(request: Request) -> None:
-    own, total, on_cpu = request.pin("generation.devices"), request.cluster.devices, request.cluster.is_cpu
+    devices, total, on_cpu = request.pin("generation.devices"), request.cluster.devices, request.cluster.is_cpu
     alone, kind = total < 2 and not on_cpu, "cores" if on_cpu else "GPUs"  # two sides share one core, and never a GPU
-    if own is None:
+    if devices is None:
         if alone and request.pin("generation.colocated") is False and request.workload.engines:
-            why = "generation.colocated = false needs separate GPUs for the engines, but there is only one GPU."
-            raise ConfigError(why, "Leave it out: the two sides take turns on this one. Or use more GPUs.")
+            message = "generation.colocated = false needs separate GPUs for the engines, but there is only one GPU."
+            raise ConfigError(message, "Leave it out: the two sides take turns on this one. Or use more GPUs.")
     elif request.pin("generation.colocated"):
-        why = f"gives the engines {kind} of their own, and generation.colocated is true."
-        raise ConfigError(f"generation.devices = {own} {why}", "Leave one of the two out.")
-    elif own >= (total if alone else max(2, total)):
-        why = f"leaves the policy none of the {total} {kind if total > 1 else kind[:-1]}."
+        message = f"gives the engines {kind} of their own, and generation.colocated is true."
+        raise ConfigError(f"generation.devices = {devices} {message}", "Leave one of the two out.")
+    elif devices >= (total if alone else max(2, total)):
+        message = f"leaves the policy none of the {total} {kind if total > 1 else kind[:-1]}."
         hint = f"Give the engines at most {total - 1}." if total > 1 else "Leave it out: the two sides share this one."
-        raise ConfigError(f"generation.devices = {own} {why}", hint)
+        raise ConfigError(f"generation.devices = {devices} {message}", hint)
 
 
 def _check_mover(request: Request) -> None:
@@ -257,8 +259,8 @@ def _against(plan: Plan, best: Plan) -> list[str]:
         return [f"no published run confirms predictions for {kinds[0]}"]
     if plan.colocated != best.colocated:
         return [f"needs generation.colocated={str(plan.colocated).lower()}"]
-    known = [evidence(each.facts, each.cluster, each.training, each.generation) for each in (plan, best)]
-    if known[0] < known[1] and not best.cluster.is_cpu:
+    evidences = [evidence(each.facts, each.cluster, each.training, each.generation) for each in (plan, best)]
+    if evidences[0] < evidences[1] and not best.cluster.is_cpu:
         return ["rarer in published runs"]
     if dimensions(plan) > dimensions(best):
         return ["more parallel dimensions, recomputation or offload"]
@@ -271,6 +273,6 @@ def _against(plan: Plan, best: Plan) -> list[str]:
 
 def refuse_unrunnable(plan: Plan) -> None:
     """Raise ConfigError naming each key of a plan that rlctl cannot run yet."""
-    if why := plan.not_runnable_because:
+    if reasons := plan.not_runnable_because:
         hint = "Set those keys otherwise (--set section.key=value); `rlctl plan` shows the plan."
-        raise ConfigError(f"The plan cannot be run yet: {'; '.join(why)}.", hint)
+        raise ConfigError(f"The plan cannot be run yet: {'; '.join(reasons)}.", hint)

@@ -106,11 +106,11 @@ class Plan:
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:
         """Seconds between which each phase and `total` are expected, by the residuals of earlier steps."""
-        named = {phase.value: seconds for phase, seconds in self.seconds.items() if seconds} | {"total": self.total_s}
-        known = {"total", *dict(self.cluster.factors)} if self.cluster.factors else set()
-        usual = dict.fromkeys(named, CPU_RANGE) if self.cluster.is_cpu else RANGES
-        factors = {name: CALIBRATED_RANGE if name in known else usual.get(name, RANGES["total"]) for name in named}
-        return {name: (low * named[name], high * named[name]) for name, (low, high) in factors.items()}
+        by_name = {phase.value: seconds for phase, seconds in self.seconds.items() if seconds} | {"total": self.total_s}
+        measured = {"total", *dict(self.cluster.factors)} if self.cluster.factors else set()
+        usual = dict.fromkeys(by_name, CPU_RANGE) if self.cluster.is_cpu else RANGES
+        factors = {name: CALIBRATED_RANGE if name in measured else usual.get(name, RANGES["total"]) for name in by_name}
+        return {name: (low * by_name[name], high * by_name[name]) for name, (low, high) in factors.items()}
 
     def equals(self, other: Plan) -> bool:
         """Whether the difference of two plans' seconds is within the prediction's error."""

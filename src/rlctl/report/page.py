@@ -78,47 +78,47 @@ def _one(run: ReportedRun) -> dict[str, Any]:
     }
 
 
-def _several(found: Sequence[Arm]) -> dict[str, Any]:
-    facts = [dict((*arm.runs[0].identity, *arm.runs[0].facts)) for arm in found]
-    labels = list(dict.fromkeys(label for one in facts for label in one))
-    rows, apart = _side_by_side(found)
+def _several(arms: Sequence[Arm]) -> dict[str, Any]:
+    facts = [dict((*arm.runs[0].identity, *arm.runs[0].facts)) for arm in arms]
+    labels = list(dict.fromkeys(label for labeled in facts for label in labeled))
+    rows, apart = _side_by_side(arms)
     return {
         "run": None,
-        "count": sum(len(arm.runs) for arm in found),
-        "names": [arm.name for arm in found],
+        "count": sum(len(arm.runs) for arm in arms),
+        "names": [arm.name for arm in arms],
         "side_by_side": rows,
         "apart": apart,
-        "differences": [[key, *values] for key, values in differences(found)],
-        "curves": _curves(found),
-        "rows": [[label, *(one.get(label, "-") for one in facts)] for label in labels],
+        "differences": [[key, *values] for key, values in differences(arms)],
+        "curves": _curves(arms),
+        "rows": [[label, *(labeled.get(label, "-") for labeled in facts)] for label in labels],
     }
 
 
-def _side_by_side(found: Sequence[Arm]) -> tuple[list[list[str]], list[str]]:
+def _side_by_side(arms: Sequence[Arm]) -> tuple[list[list[str]], list[str]]:
     """Return all runs' figures, and keys that runs measured differently, which get separate rows."""
-    changes = _changes(found)
+    changes = _changes(arms)
     rows, apart = [], dict[str, None]()
     for metric, ones in changes.items():
         ways: dict[str, dict[int, MetricChange]] = {}
-        sources = len({one.validated for one in ones if one}) > 1
-        both = [*enumerate(ones), *((place, arm.change(metric, training=True)) for place, arm in enumerate(found))]
-        for place, one in both if sources else enumerate(ones):
-            if one is not None:
-                measured = VALIDATION * one.validated + metric
-                key = f"{one.source} {sorted(found[place].runs[0].way(measured).items())}"
-                ways.setdefault(key, {})[place] = one
+        sources = len({change.validated for change in ones if change}) > 1
+        both = [*enumerate(ones), *((place, arm.change(metric, training=True)) for place, arm in enumerate(arms))]
+        for place, change in both if sources else enumerate(ones):
+            if change is not None:
+                measured = VALIDATION * change.validated + metric
+                key = f"{change.source} {sorted(arms[place].runs[0].way(measured).items())}"
+                ways.setdefault(key, {})[place] = change
         for group in ways.values():
             label = f"{next(iter(group.values())).source} {TILES[metric]}"
-            label += f" of {', '.join(found[place].name for place in group)}" if len(ways) > 1 else ""
-            cells = ["-"] * len(found)
-            for place, one in group.items():
-                before = f"{one.first} {one.began} \N{RIGHTWARDS ARROW} " if one.first else ""
-                cells[place] = f"{before}{one.last} {one.ended}"
+            label += f" of {', '.join(arms[place].name for place in group)}" if len(ways) > 1 else ""
+            cells = ["-"] * len(arms)
+            for place, change in group.items():
+                before = f"{change.first} {change.began} \N{RIGHTWARDS ARROW} " if change.first else ""
+                cells[place] = f"{before}{change.last} {change.ended}"
             rows.append([label, *cells])
         if len(ways) > 1:
-            why = [*unlike(found, metric), *unlike(found, VALIDATION + metric)]
-            apart |= dict.fromkeys(["whether the run validates"] * sources + why)
-    standing = [[dict(_standing(run)) for run in arm.runs] for arm in found]
+            reasons = [*unlike(arms, metric), *unlike(arms, VALIDATION + metric)]
+            apart |= dict.fromkeys(["whether the run validates"] * sources + reasons)
+    standing = [[dict(_standing(run)) for run in arm.runs] for arm in arms]
     for label in dict.fromkeys(label for arm in standing for run in arm for label in run):
         cells = [dict.fromkeys(" ".join(run[label]) for run in arm if label in run) for arm in standing]
         rows.append([label, *("; ".join(cell) or "-" for cell in cells)])
@@ -127,17 +127,17 @@ def _side_by_side(found: Sequence[Arm]) -> tuple[list[list[str]], list[str]]:
 
 def _tiles(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
     tiles = []
-    for name, (one,) in _changes([Arm((run,))]).items():
-        if one:
-            before = f"; {one.first} {one.began}" if one.first else ""
-            tiles.append((f"{one.source} {TILES[name]}", (str(one.last), one.ended + before)))
+    for name, (change,) in _changes([Arm((run,))]).items():
+        if change:
+            before = f"; {change.first} {change.began}" if change.first else ""
+            tiles.append((f"{change.source} {TILES[name]}", (str(change.last), change.ended + before)))
     return tiles + _standing(run)
 
 
-def _changes(found: Sequence[Arm]) -> dict[str, list[MetricChange | None]]:
-    changes = {metric: [arm.change(metric) for arm in found] for metric in TILES}
+def _changes(arms: Sequence[Arm]) -> dict[str, list[MetricChange | None]]:
+    changes = {metric: [arm.change(metric) for arm in arms] for metric in TILES}
     reward, accuracy = (
-        [one and (one.first, one.last) for one in changes[name]] for name in ("reward_mean", "accuracy")
+        [change and (change.first, change.last) for change in changes[name]] for name in ("reward_mean", "accuracy")
     )
     if reward == accuracy:
         del changes["accuracy"]
@@ -148,26 +148,26 @@ def _standing(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
     """Return label, value and small print of progress and time."""
     totals = [value for _, value in run.points("seconds/total")]
     done = int(run.lines[-1]["step"])
-    found = [("steps", (f"{done:,}", f"of {run.steps:,}" if run.steps else ""))]
+    figures = [("steps", (f"{done:,}", f"of {run.steps:,}" if run.steps else ""))]
     if totals:
         recent = median(totals[-20:])
         if run.state == "running" and run.steps:
-            found.append(("time left", (duration((run.steps - done) * recent), f"{recent:.1f} s a step")))
+            figures.append(("time left", (duration((run.steps - done) * recent), f"{recent:.1f} s a step")))
         else:
-            found.append(("time", (duration(sum(totals)), f"{recent:.1f} s a step")))
+            figures.append(("time", (duration(sum(totals)), f"{recent:.1f} s a step")))
     if speed := run.points("tokens_per_s"):
-        found.append(("tokens/s", (number(median(value for _, value in speed[-20:])), "saving left out")))
+        figures.append(("tokens/s", (number(median(value for _, value in speed[-20:])), "saving left out")))
     if gpu := run.points("system/gpu_memory_gib"):
-        found.append(("GPU memory", (f"{max(value for _, value in gpu):.1f} GiB", "the fullest GPU")))
-    for what in ("GPU", "node"):
+        figures.append(("GPU memory", (f"{max(value for _, value in gpu):.1f} GiB", "the fullest GPU")))
+    for machine_part in ("GPU", "node"):
         machine = [line["system"] for line in run.lines if isinstance(line.get("system"), Mapping)]
-        names = Counter(str(one[key]) for one in machine if (key := f"slowest_{what.lower()}") in one)
+        names = Counter(str(line[key]) for line in machine if (key := f"slowest_{machine_part.lower()}") in line)
         for name, steps in names.most_common(1):
-            found.append((f"slowest {what}", (name, f"in {steps} of {names.total()} steps, by its clock")))
+            figures.append((f"slowest {machine_part}", (name, f"in {steps} of {names.total()} steps, by its clock")))
     if memory := run.points("system/memory_gib"):
         share = max((value for _, value in run.points("system/memory_percent")), default=0.0)
-        found.append(("memory", (f"{max(value for _, value in memory):.1f} GiB", f"{share:.0f}% of the node")))
-    return found
+        figures.append(("memory", (f"{max(value for _, value in memory):.1f} GiB", f"{share:.0f}% of the node")))
+    return figures
 
 
 def duration(seconds: float) -> str:
@@ -181,33 +181,33 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-def _curves(found: Sequence[Arm]) -> dict[str, Any]:
+def _curves(arms: Sequence[Arm]) -> dict[str, Any]:
     """Return all metrics' panels, each once: `MAIN` and the method's open, others folded."""
-    names = list(dict.fromkeys(name for arm in found for name in arm.columns if not name.startswith(ELSEWHERE)))
+    names = list(dict.fromkeys(name for arm in arms for name in arm.columns if not name.startswith(ELSEWHERE)))
     validation = [name for name in names if name.startswith(VALIDATION) and not name.endswith(NO_SCORE)]
-    main = [one for name in MAIN for one in (validation if name == "validation" else [name]) if one in names]
-    declared = {name for arm in found for name in arm.runs[0].titles}  # metrics of the method, or of a user's loss
+    main = [metric for name in MAIN for metric in (validation if name == "validation" else [name]) if metric in names]
+    declared = {name for arm in arms for name in arm.runs[0].titles}  # metrics of the method, or of a user's loss
     main += [name for name in names if name in declared and name not in main]
     machine = [name for name in names if name.startswith("system/")]
     rest = [name for name in names if name not in {*main, *machine}]
-    values = {name: {value for arm in found for _, value in arm.columns.get(name, ())} for name in rest}
-    constant = {name: next(iter(own)) for name, own in values.items() if len(own) == 1}
-    titles = {**TITLES, **{name: title for arm in found for name, title in arm.runs[0].titles.items()}, **MAIN}
+    values = {name: {value for arm in arms for _, value in arm.columns.get(name, ())} for name in rest}
+    constant = {name: next(iter(distinct)) for name, distinct in values.items() if len(distinct) == 1}
+    titles = {**TITLES, **{name: title for arm in arms for name, title in arm.runs[0].titles.items()}, **MAIN}
     titles |= {name: _title(name, titles) for name in names}
-    main = _merged(found, main, titles)
-    rest = [name for name in _merged(found, [*main, *rest], titles) if name not in {*main, *constant}]
+    main = _merged(arms, main, titles)
+    rest = [name for name in _merged(arms, [*main, *rest], titles) if name not in {*main, *constant}]
     return {
-        "main": _panels(found, main, titles),
-        "rest": _panels(found, rest, titles),
+        "main": _panels(arms, main, titles),
+        "rest": _panels(arms, rest, titles),
         "constant": [(name, number(value)) for name, value in constant.items()],
-        "machine": _panels(found, machine, titles),
+        "machine": _panels(arms, machine, titles),
     }
 
 
-def _merged(found: Sequence[Arm], names: Iterable[str], titles: dict[str, str]) -> list[str]:
+def _merged(arms: Sequence[Arm], names: Iterable[str], titles: dict[str, str]) -> list[str]:
     first: dict[Any, str] = {}
     for name in names:
-        values: Any = tuple(tuple(arm.columns.get(name, ())) for arm in found)
+        values: Any = tuple(tuple(arm.columns.get(name, ())) for arm in arms)
         if len({value for points in values for _, value in points}) == 1:
             values = name  # many things are always 0
         if (same := first.setdefault(values, name)) != name:
@@ -219,22 +219,22 @@ def _title(name: str, titles: Mapping[str, str]) -> str:
     return titles.get(name) or name.replace("_", " ").replace("/", ": ")
 
 
-def _panels(found: Sequence[Arm], names: Iterable[str], titles: Mapping[str, str]) -> list[dict[str, Any]]:
+def _panels(arms: Sequence[Arm], names: Iterable[str], titles: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return a panel per metric; differently measured runs get another."""
     panels = []
-    counted = [points[end][0] for arm in found for points in arm.columns.values() for end in (0, -1)]
+    counted = [points[end][0] for arm in arms for points in arm.columns.values() for end in (0, -1)]
     steps = (float(min(counted)), float(max(counted)))
     for name in names:
-        groups = alike(found, name)
+        groups = alike(arms, name)
         unit = next((unit for pattern, unit in UNITS.items() if re.search(pattern, name)), "value")
         for group in groups:
             title = _title(name, titles)
-            title += f" of {', '.join(found[place].name for place in group)}" if len(groups) > 1 else ""
+            title += f" of {', '.join(arms[place].name for place in group)}" if len(groups) > 1 else ""
             series = [
-                Series(found[place].name, found[place].columns[name], place, found[place].band(name)) for place in group
+                Series(arms[place].name, arms[place].columns[name], place, arms[place].band(name)) for place in group
             ]
             chart = line_chart(series, f"{title} over the steps", steps, unit)
-            last = number(series[0].points[-1][1]) if len(found) == 1 else ""
+            last = number(series[0].points[-1][1]) if len(arms) == 1 else ""
             panels.append({"title": title, "last": last, "chart": Markup(chart)})
     return panels
 
@@ -255,9 +255,16 @@ def _times(run: ReportedRun) -> dict[str, Any] | None:
 
 def _forecasts(forecasts: Sequence[Forecast]) -> list[list[str]]:
     rows = []
-    for one in forecasts:
-        ratio = f"{one.measured / one.predicted:.2f}" if one.predicted else "-"
-        rows.append([one.name, f"{one.predicted:.2f} {one.unit}", f"{one.measured:.2f} {one.unit}", ratio])
+    for forecast in forecasts:
+        ratio = f"{forecast.measured / forecast.predicted:.2f}" if forecast.predicted else "-"
+        rows.append(
+            [
+                forecast.name,
+                f"{forecast.predicted:.2f} {forecast.unit}",
+                f"{forecast.measured:.2f} {forecast.unit}",
+                ratio,
+            ]
+        )
     return rows
 
 
@@ -266,19 +273,19 @@ def _samples(samples: Sequence[tuple[int, Sequence[Mapping[str, Any]]]]) -> list
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    reward, *said, completion = row.get("reward"), *conversation(row)
+    reward, *context, completion = row.get("reward"), *conversation(row)
     terms = [f"{name} {number(value)}" for name, value in (row.get("terms") or {}).items() if value is not None]
-    told = [f"reward {number(reward)}" if isinstance(reward, int | float) else "no reward"]
-    told[0] += f" ({', '.join(terms)})" if len(terms) > 1 else ""
-    told += [f"answer {as_text(row['answer'])}"] if row.get("answer") is not None else []
-    told += [f"cut off ({row.get('stop_reason', 'length')})"] if row.get("truncated") else []
-    messages = [*(("said", *one) for one in said), ("completion", *completion)]
+    outcome = [f"reward {number(reward)}" if isinstance(reward, int | float) else "no reward"]
+    outcome[0] += f" ({', '.join(terms)})" if len(terms) > 1 else ""
+    outcome += [f"answer {as_text(row['answer'])}"] if row.get("answer") is not None else []
+    outcome += [f"cut off ({row.get('stop_reason', 'length')})"] if row.get("truncated") else []
+    messages = [*(("said", *message) for message in context), ("completion", *completion)]
     rendered = row.get("rendered")
     return {
         "messages": [(kind, role, _cut(text)) for kind, role, text in messages],
         "images": [image for image in row.get("images") or () if _embedded(image)],
         "more_images": row.get("more_images") or 0,
-        "outcome": "; ".join(told),
+        "outcome": "; ".join(outcome),
         "rendered": _cut(rendered) if isinstance(rendered, str) else "",
     }
 

@@ -61,13 +61,13 @@ def change(lines: Sequence[Metrics], metric: str, *, training: bool = False) -> 
     """Return how a metric changed; None if unknown. Uses the first and last validation, with standard errors over
     prompts; without validation (or with `training`) the means of the first and last fifth of steps. `metric`:
     unprefixed, such as `reward_mean`."""
-    found = columns(lines)
-    if (points := found.get(VALIDATION + metric)) and not training:
-        errors = dict(found.get(VALIDATION + error_of(metric), []))
+    series = columns(lines)
+    if (points := series.get(VALIDATION + metric)) and not training:
+        errors = dict(series.get(VALIDATION + error_of(metric), []))
         (began, first), (ended, last) = points[0], points[-1]
         before = Mean(first, errors.get(began)) if len(points) > 1 else None
         return MetricChange(metric, True, before, Mean(last, errors.get(ended)), _after(began), _after(ended))
-    if not (points := found.get(metric)):
+    if not (points := series.get(metric)):
         return None
     some = max(math.ceil(len(points) / 5), min(2, len(points) // 2), 1)
     first, last = points[:some], points[-some:]
@@ -76,7 +76,7 @@ def change(lines: Sequence[Metrics], metric: str, *, training: bool = False) -> 
 
 
 def headline(lines: Sequence[Metrics]) -> MetricChange | None:
-    return next((found for metric in HEADLINES if (found := change(lines, metric))), None)
+    return next((headline_change for metric in HEADLINES if (headline_change := change(lines, metric))), None)
 
 
 def error_of(metric: str) -> str:
@@ -85,15 +85,15 @@ def error_of(metric: str) -> str:
 
 def columns(lines: Sequence[Metrics]) -> dict[str, list[tuple[float, float]]]:
     """Return every metric as (step, value). A validation before the first step is one of step 0."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    series: dict[str, list[tuple[float, float]]] = {}
     for line in lines:
         for name, value in flatten(line):
             if not math.isfinite(value):  # of another program, or an edited file
                 continue
             early = name.startswith(BEFORE_STEPS)
             name = name.replace(BEFORE_STEPS, VALIDATION, early)
-            found.setdefault(name, []).append((line["step"] - early, value))
-    return {name: sorted(points, key=lambda point: point[0]) for name, points in found.items()}
+            series.setdefault(name, []).append((line["step"] - early, value))
+    return {name: sorted(points, key=lambda point: point[0]) for name, points in series.items()}
 
 
 def _after(step: float) -> str:
@@ -167,16 +167,20 @@ CONDITIONS = (
 
 def marks(metrics: Metrics) -> str:
     """Return a step line's conditions; empty: none."""
-    found = [one.mark.format(one.share(metrics)) for one in CONDITIONS if one.holds(metrics)]
-    return "! " + ", ".join(found) if found else ""
+    texts = [condition.mark.format(condition.share(metrics)) for condition in CONDITIONS if condition.holds(metrics)]
+    return "! " + ", ".join(texts) if texts else ""
 
 
 def findings(lines: Sequence[Metrics]) -> list[str]:
     """Return a sentence with advice for each condition that held in some of the steps and still holds in half of the
     last fifth: training removes some by itself. Where no tool is called, equal rewards follow from it."""
-    found = [one for one in CONDITIONS if _held(one, lines) and _lasts(one, lines)]
-    said = [f"{_told(one, lines)}. {one.advice}" for one in found if one is not NO_SIGNAL or NO_CALLS not in found]
-    return [*restarts(lines), *said]
+    conditions = [condition for condition in CONDITIONS if _held(condition, lines) and _lasts(condition, lines)]
+    sentences = [
+        f"{_told(condition, lines)}. {condition.advice}"
+        for condition in conditions
+        if condition is not NO_SIGNAL or NO_CALLS not in conditions
+    ]
+    return [*restarts(lines), *sentences]
 
 
 def restarts(lines: Sequence[Metrics]) -> list[str]:
@@ -185,8 +189,8 @@ def restarts(lines: Sequence[Metrics]) -> list[str]:
     if not hit:
         return []
     steps = listed([str(line["step"]) for line in hit])
-    times, why = sum(line["policy_restarts"] for line in hit), hit[-1]["policy_failure"]
-    return [f"The policy was lost and started again {times} time(s), in step {steps}. The last cause: {why}"]
+    times, cause = sum(line["policy_restarts"] for line in hit), hit[-1]["policy_failure"]
+    return [f"The policy was lost and started again {times} time(s), in step {steps}. The last cause: {cause}"]
 
 
 def calls_nothing(lines: Sequence[Metrics]) -> bool:
@@ -196,29 +200,31 @@ def calls_nothing(lines: Sequence[Metrics]) -> bool:
 
 def removed(lines: Sequence[Metrics]) -> list[str]:
     """Return a sentence for each condition that held in some of the steps and no longer holds in the last ones."""
-    found, last = [], _last(lines)
-    for one in CONDITIONS:
-        if _held(one, lines) and not _lasts(one, lines):
-            share = fmean(one.share(line) or 0.0 for line in last)
-            found.append(f"{_told(one, lines)}; training removed this: {share:.0%} in the last {len(last)} steps.")
-    return found
+    indices, last = [], _last(lines)
+    for condition in CONDITIONS:
+        if _held(condition, lines) and not _lasts(condition, lines):
+            share = fmean(condition.share(line) or 0.0 for line in last)
+            indices.append(
+                f"{_told(condition, lines)}; training removed this: {share:.0%} in the last {len(last)} steps."
+            )
+    return indices
 
 
 def _last(lines: Sequence[Metrics]) -> Sequence[Metrics]:
     return lines[-math.ceil(len(lines) / 5) :]
 
 
-def _held(one: Condition, lines: Sequence[Metrics]) -> list[float]:
+def _held(condition: Condition, lines: Sequence[Metrics]) -> list[float]:
     """Return the shares of the steps with a condition; empty if these are few."""
-    shares = [one.share(line) or 0.0 for line in lines if one.holds(line)]
+    shares = [condition.share(line) or 0.0 for line in lines if condition.holds(line)]
     return shares if len(shares) >= LEAST_SHARE * len(lines) else []
 
 
-def _lasts(one: Condition, lines: Sequence[Metrics]) -> bool:
+def _lasts(condition: Condition, lines: Sequence[Metrics]) -> bool:
     last = _last(lines)
-    return 2 * sum(map(one.holds, last)) >= len(last)
+    return 2 * sum(map(condition.holds, last)) >= len(last)
 
 
-def _told(one: Condition, lines: Sequence[Metrics]) -> str:
-    shares = _held(one, lines)
-    return f"In {len(shares):,} of {len(lines):,} steps {one.said.format(fmean(shares))}"
+def _told(condition: Condition, lines: Sequence[Metrics]) -> str:
+    shares = _held(condition, lines)
+    return f"In {len(shares):,} of {len(lines):,} steps {condition.said.format(fmean(shares))}"

@@ -62,23 +62,23 @@ def refuse_wrong_numbers(spec: PolicySpec) -> None:
     """Raise ConfigError for the first field of the `megatron` section that makes gradients wrong."""
     if spec.router_replay and spec.facts.moe is None:
         raise ConfigError("training.router_replay is on, but the model has no experts.", "Turn it off.")
-    for key, why in (
+    for key, cause in (
         ("use_precision_aware_optimizer", "packs its states"),
         ("optimizer_cuda_graph", "replays a step with the addresses that states had"),
     ):
         if spec.optimizer_offload and spec.optimizer.passed.get(key):
             raise ConfigError(
-                f"optimizer.{key} = True {why}, and training.optimizer_offload moves them.", "Remove one of the two."
+                f"optimizer.{key} = True {cause}, and training.optimizer_offload moves them.", "Remove one of the two."
             )
-    for key, why in quantization_problems(spec.facts, spec.quantization, spec.parallel, spec.dtype):
-        raise ConfigError(f"training.quantization.{key} is refused: {why}.", "Change it.")
+    for key, cause in quantization_problems(spec.facts, spec.quantization, spec.parallel, spec.dtype):
+        raise ConfigError(f"training.quantization.{key} is refused: {cause}.", "Change it.")
     if spec.facts.mla is not None and spec.facts.no_rope_layers:
         raise ConfigError(
             "model.name: Megatron-Core has rotary embeddings in all layers with latent attention.",
             "Train it with --backend dtensor.",
         )
-    if why := _attention_factor_problem(spec.facts):
-        raise ConfigError(f"model.name: {why}.", "Train it with --backend dtensor.")
+    if cause := _attention_factor_problem(spec.facts):
+        raise ConfigError(f"model.name: {cause}.", "Train it with --backend dtensor.")
     for key, reason in _wrong(spec):
         raise ConfigError(f"megatron.{key} = {spec.megatron[key]} is refused: {reason}.", "Remove it.")
 
@@ -86,42 +86,42 @@ def refuse_wrong_numbers(spec: PolicySpec) -> None:
 def _attention_factor_problem(facts: ModelFacts) -> str:
     """Why Megatron-Core cannot compute with the attention factor of the model's yarn; empty: it can."""
     factor = facts.rope.attention_factor
-    found = f"the yarn of config.json has an attention factor of {factor:g}"
+    factor_problem = f"the yarn of config.json has an attention factor of {factor:g}"
     if factor < 1:
-        return f"{found}, and Megatron-Core takes none below 1"
+        return f"{factor_problem}, and Megatron-Core takes none below 1"
     if factor > 1 and facts.mla is not None:
-        return f"{found}, and Megatron-Core has none in latent attention"
+        return f"{factor_problem}, and Megatron-Core has none in latent attention"
     if facts.window_rope is not None and facts.window_rope.attention_factor != factor:
-        return f"{found} for layers without a window alone, and Megatron-Core has one for all layers"
+        return f"{factor_problem} for layers without a window alone, and Megatron-Core has one for all layers"
     return ""
 
 
 def _wrong(spec: PolicySpec) -> Iterator[tuple[str, str]]:
-    given = spec.megatron
+    options = spec.megatron
     yield from _not_there(spec)
     for key, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")):
-        if spec.router_replay and given.get(key) == value:
+        if spec.router_replay and options.get(key) == value:
             yield key, "it chooses experts without regard to the engine's choice (training.router_replay)"
     moe = spec.facts.moe
     grouped = moe is not None and moe.topk_groups < moe.groups and moe.experts_per_token // moe.topk_groups != 2
-    if grouped and given.get("moe_router_fusion"):
+    if grouped and options.get("moe_router_fusion"):
         yield "moe_router_fusion", "it does not score a group of experts by its best two"
-    if given.get("cross_entropy_loss_fusion"):
+    if options.get("cross_entropy_loss_fusion"):
         yield "cross_entropy_loss_fusion", "it changes gradients by 2e-4"
     for key in ("hidden_dropout", "attention_dropout"):
-        if given.get(key):
+        if options.get(key):
             yield key, DROPOUT
-    for key, why in OTHER_EXPERTS.items():
-        if given.get(key):
-            yield key, why
+    for key, problem in OTHER_EXPERTS.items():
+        if options.get(key):
+            yield key, problem
     yield from _wrong_balance(spec)
     if spec.device == "cpu":
         freed = "gloo still reads what a stage has sent when it is freed or overwritten"
-        if spec.parallel.pp > 1 and given.get("deallocate_pipeline_outputs"):
+        if spec.parallel.pp > 1 and options.get("deallocate_pipeline_outputs"):
             yield "deallocate_pipeline_outputs", freed
-        if spec.parallel.vpp > 1 and given.get("overlap_p2p_comm") is False:
+        if spec.parallel.vpp > 1 and options.get("overlap_p2p_comm") is False:
             yield "overlap_p2p_comm", f"with virtual stages, {freed}"
-        if spec.parallel.vpp > 1 and given.get("batch_p2p_comm"):
+        if spec.parallel.vpp > 1 and options.get("batch_p2p_comm"):
             yield "batch_p2p_comm", f"with virtual stages, {freed}"
 
 
@@ -138,21 +138,21 @@ OTHER_EXPERTS = {
 
 
 def _wrong_balance(spec: PolicySpec) -> Iterator[tuple[str, str]]:
-    given, kind = spec.megatron, spec.megatron.get("moe_router_load_balancing_type", "aux_loss")
+    options, kind = spec.megatron, spec.megatron.get("moe_router_load_balancing_type", "aux_loss")
     for key in AUXILIARY:
-        value = given.get(key)
+        value = options.get(key)
         if isinstance(value, list | tuple) and len(value) != 1:
             yield key, "rlctl has one load-balance loss, aux_loss, and its coefficient is a number"
         elif any(number < 0 for number in auxiliary_losses({key: value})):
             yield key, "a coefficient is at least 0"
     kinds = list(kind) if isinstance(kind, list | tuple) else [kind]
-    balance, z = auxiliary_losses(given)
+    balance, z = auxiliary_losses(options)
     if balance and kinds != ["aux_loss"]:
-        why = "a packed row holds several sequences" if "seq_aux_loss" in kinds else (
+        cause = "a packed row holds several sequences" if "seq_aux_loss" in kinds else (
             "it needs the load of micro-batches that come later" if "global_aux_loss" in kinds else
             "it has no loss for moe_aux_loss_coeff"
         )  # fmt: skip
-        yield "moe_router_load_balancing_type", f"{why}: set it to aux_loss"
+        yield "moe_router_load_balancing_type", f"{cause}: set it to aux_loss"
     if (balance or z) and spec.freeze_router:
         key = AUXILIARY[0] if balance else AUXILIARY[1]
         yield key, "training.freeze_router keeps the routers that this loss is to change"
@@ -160,26 +160,26 @@ def _wrong_balance(spec: PolicySpec) -> Iterator[tuple[str, str]]:
 
 def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
     """Options that need a missing TransformerEngine, and unsupported TransformerEngine options."""
-    given, layers = spec.megatron, spec.megatron.get("transformer_impl")
-    why = "rlctl uses TransformerEngine only on GPUs where it is installed"
+    options, layers = spec.megatron, spec.megatron.get("transformer_impl")
+    cause = "rlctl uses TransformerEngine only on GPUs where it is installed"
     if spec.device == "cuda" and spec.lora.rank:
-        why = "adapters (training.lora) need Megatron's own layers"
+        cause = "adapters (training.lora) need Megatron's own layers"
     if layers not in (None, "local") and not (layers == "transformer_engine" and has_transformer_engine(spec)):
-        yield "transformer_impl", why
+        yield "transformer_impl", cause
     for key in ("fp8", "moe_grouped_gemm"):
-        if given.get(key) and not has_transformer_engine(spec):
-            yield key, f"it needs TransformerEngine, and {why}"
-    if given.get("moe_grouped_gemm") and not groups_experts(spec, te=True):
+        if options.get(key) and not has_transformer_engine(spec):
+            yield key, f"it needs TransformerEngine, and {cause}"
+    if options.get("moe_grouped_gemm") and not groups_experts(spec, te=True):
         yield "moe_grouped_gemm", "the model has no experts, or experts with biases"
-    if given.get("fp8") and spec.quantization.format != "none":
+    if options.get("fp8") and spec.quantization.format != "none":
         yield "fp8", "float8 products would round the weights of training.quantization once more"
-    if given.get("fp8") and spec.dtype != "bfloat16":
+    if options.get("fp8") and spec.dtype != "bfloat16":
         yield "fp8", f"float8 products need model.dtype bfloat16, and it is {spec.dtype}"
-    for key in (key for key in given if key.startswith("fp8_") and given[key] and not given.get("fp8")):
+    for key in (key for key in options if key.startswith("fp8_") and options[key] and not options.get("fp8")):
         yield key, "it does nothing without megatron.fp8"
-    if given.get("fp8_param"):
+    if options.get("fp8_param"):
         yield "fp8_param", "refits and checkpoints read weights in model.dtype"
-    if given.get("fp4"):
+    if options.get("fp4"):
         yield "fp4", "products are in float32, bfloat16 or float8"
 
 

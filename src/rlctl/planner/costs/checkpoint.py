@@ -28,7 +28,7 @@ def save_of(request: Request, choice: TrainingChoice, copies: bool = True) -> Sa
     facts, p, cluster, constants = request.facts, choice.parallel, request.cluster, request.constants
     models = 1 + choice.critic
     trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
-    parameters = sum(one.dense * p.tp + one.experts * p.expert_size for one in trained)
+    parameters = sum(counts.dense * p.tp + counts.experts * p.expert_size for counts in trained)
     full = choice.sharding == "full"
     each = 4 + choice.moment_bytes if full else element_bytes(choice) + master_and_moments(choice)
     gpus = max(1, p.world_size // cluster.nodes if cluster.is_cpu else cluster.gpus_per_node)
@@ -39,7 +39,7 @@ def save_of(request: Request, choice: TrainingChoice, copies: bool = True) -> Sa
     elif cluster.is_cpu:
         copy_s = node / (cluster.device.memory_bandwidth / 2)  # read and written
     else:
-        fullest = models * max(_rank_bytes(one, choice) for one in trained)
+        fullest = models * max(_rank_bytes(counts, choice) for counts in trained)
         copy_s = fullest / (cluster.device.host_link * constants.pageable_copy)
     return Save(models * each * parameters, copy_s, write_s)
 

@@ -198,8 +198,8 @@ def _load(request: Request, choice: GenerationChoice, steps: int = 1) -> _Load:
     context = workload.prompt_tokens + lengths.second_moment / lengths.mean / 2
     # Rollouts that start together reach their full lengths together; rollouts of several versions have all ages.
     grown = 0.5 if steps > 1 else constants.grown_together
-    held = workload.prompt_tokens + grown * lengths.second_moment / lengths.mean
-    capacity = max(1.0, min(float(choice.max_concurrent), choice.kv_cache_tokens / max(1.0, held)))
+    mean_tokens = workload.prompt_tokens + grown * lengths.second_moment / lengths.mean
+    capacity = max(1.0, min(float(choice.max_concurrent), choice.kv_cache_tokens / max(1.0, mean_tokens)))
     tokens = rollouts * workload.prompt_tokens / max(1.0, min(workload.generations, rollouts))
     rate = cluster.device.flops("bf16") * constants.prefill_efficiency * choice.replica_gpus
     if cluster.is_cpu:

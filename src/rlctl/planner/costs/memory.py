@@ -38,8 +38,8 @@ class PhaseMemory:
 
     def gib(self) -> dict[str, float]:
         """By part in GiB, with `total`; parts below 5 MiB left out."""
-        shown = {name: round(value / GIB, 3) for name, value in self.parts.items() if value > 5 * 1024**2}
-        return shown | {"total": round(self.total / GIB, 3)}
+        rounded = {name: round(value / GIB, 3) for name, value in self.parts.items() if value > 5 * 1024**2}
+        return rounded | {"total": round(self.total / GIB, 3)}
 
 
 def element_bytes(choice: TrainingChoice) -> int:
@@ -75,16 +75,16 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
     states = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     # A critic that takes turns with the policy has its place meanwhile: it has the same states and no logits.
     critic = {"critic": sum(states.values())} if choice.critic and not choice.critic_offload else {}
-    held = choice.reference and choice.adapters is None and not choice.reference_offload
-    reference = {"reference": copy} if held else {}
+    keeps_reference = choice.reference and choice.adapters is None and not choice.reference_offload
+    reference = {"reference": copy} if keeps_reference else {}
     return states | gathered | critic | reference
 
 
 def unadapted_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
     """Host memory of a rank for the adapted weights as training found them; adapters are merged into others."""
-    held = [adapted_parameters(facts, stage, choice) for stage in stages(facts, choice)]
+    counts = [adapted_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     full = choice.sharding == "full"
-    return element_bytes(choice) * max(one.owned(choice.parallel) if full else one.total for one in held)
+    return element_bytes(choice) * max(counts.owned(choice.parallel) if full else counts.total for counts in counts)
 
 
 def _gathered_bytes(params: RankParameters, choice: TrainingChoice) -> float:
@@ -100,9 +100,9 @@ def _gathered_bytes(params: RankParameters, choice: TrainingChoice) -> float:
 
 def most_weight_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
     """Bytes of a model's weights on the fullest rank: FSDP2 keeps float32 shards."""
-    held = [rank_parameters(facts, stage, choice) for stage in stages(facts, choice)]
+    counts = [rank_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     full = choice.sharding == "full"
-    return max(4 * one.owned(choice.parallel) if full else element_bytes(choice) * one.total for one in held)
+    return max(4 * counts.owned(choice.parallel) if full else element_bytes(choice) * counts.total for counts in counts)
 
 
 def update_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> float:
@@ -211,7 +211,7 @@ def row_tokens(request: Request, choice: TrainingChoice) -> float:
 
 def training_memory(request: Request, choice: TrainingChoice, asleep: float, micro_batches: int) -> PhaseMemory:
     """Return training memory of the fullest stage. `asleep`: a sleeping engine's remainder on the device."""
-    facts, constants, found = request.facts, request.constants, list[PhaseMemory]()
+    facts, constants, by_rows = request.facts, request.constants, list[PhaseMemory]()
     tokens, on_cpu = row_tokens(request, choice), request.cluster.is_cpu
     for stage in distinct_stages(facts, choice):
         parts = state_bytes(facts, stage, choice)
@@ -238,8 +238,8 @@ def training_memory(request: Request, choice: TrainingChoice, asleep: float, mic
         parts["engine asleep"] = asleep
         parts["staging"] = constants.staging_bytes if asleep else 0.0  # it is there from the first refit on
         parts["weights without adapters"] = unadapted_bytes(facts, choice) if request.cluster.is_cpu else 0.0
-        found.append(PhaseMemory(parts))
-    return max(found, key=lambda memory: memory.total)
+        by_rows.append(PhaseMemory(parts))
+    return max(by_rows, key=lambda memory: memory.total)
 
 
 def logprobs_memory(request: Request, choice: TrainingChoice, asleep: float) -> PhaseMemory:
@@ -269,8 +269,8 @@ def split_refit_memory(
     each = 0.0 if request.cluster.is_cpu else constants.communicator_bytes
     fullest = max((state_bytes(facts, stage, choice) for stage in stages(facts, choice)), key=lambda s: sum(s.values()))
     runtime, staging = {"runtime": runtime_bytes(request, choice)}, constants.staging_bytes
-    own = {"staging": staging, "refit communicators": workers * each} | beside
-    policy = PhaseMemory(fullest | runtime | own)
+    buffers = {"staging": staging, "refit communicators": workers * each} | beside
+    policy = PhaseMemory(fullest | runtime | buffers)
     engine = PhaseMemory(generation.parts | {"staging": 2 * staging, "refit communicators": each})
     return max(policy, engine, key=lambda memory: memory.total)
 
@@ -320,11 +320,11 @@ def snapshot_bytes(facts: ModelFacts, choice: TrainingChoice, gpus: int) -> floa
         [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)],
         min(gpus, p.world_size),
     )
-    owned = max(one.owned(p) for one in trained)
+    owned = max(counts.owned(p) for counts in trained)
     if choice.sharding == "full":
         return ranks * (4 + choice.moment_bytes) * owned
     dense, experts = min(ranks, p.tp * p.pp), min(ranks, p.expert_size * p.pp)
-    weights = max(dense * one.dense + experts * one.experts for one in trained)
+    weights = max(dense * counts.dense + experts * counts.experts for counts in trained)
     return ranks * master_and_moments(choice) * owned + element_bytes(choice) * weights
 
 

@@ -126,8 +126,10 @@ def seeing_parameters(facts: ModelFacts) -> int:
     if facts.vision is None:
         return 0
     family = VISION_FAMILIES[facts.vision.kind]
-    seeing = (one for one in facts.listed if family.part_of(one.module or one.name) in ("vision", "projector"))
-    return sum(prod(one.shape) for one in seeing)
+    seeing = (
+        tensor for tensor in facts.listed if family.part_of(tensor.module or tensor.name) in ("vision", "projector")
+    )
+    return sum(prod(tensor.shape) for tensor in seeing)
 
 
 def attended(facts: ModelFacts, length: float) -> float:
@@ -172,8 +174,8 @@ class Stage:
 def stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, ...]:
     """Return the stages of a policy, without multi-token-prediction layers, as even as possible."""
     parallel = choice.parallel
-    found = _stages(facts, parallel.pp, parallel.first_stage_layers, parallel.last_stage_layers)
-    return (*found[:-1], replace(found[-1], head=False)) if choice.valued else found
+    all_stages = _stages(facts, parallel.pp, parallel.first_stage_layers, parallel.last_stage_layers)
+    return (*all_stages[:-1], replace(all_stages[-1], head=False)) if choice.valued else all_stages
 
 
 def distinct_stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, ...]:
@@ -226,9 +228,9 @@ def _rank_parameters(facts: ModelFacts, stage: Stage, tp: int, ep: int, etp: int
     dense, experts, largest = 0.0, 0.0, 0.0
     for sizes, layers in zip(layer_sizes(facts), (stage.dense_layers, stage.moe_layers), strict=True):
         if sizes is not None and layers:
-            one = (sizes.split / tp + sizes.whole, sizes.experts / (ep * etp))
-            dense, experts = dense + layers * one[0], experts + layers * one[1]
-            largest = max(largest, sum(one))
+            per_layer = (sizes.split / tp + sizes.whole, sizes.experts / (ep * etp))
+            dense, experts = dense + layers * per_layer[0], experts + layers * per_layer[1]
+            largest = max(largest, sum(per_layer))
     shared = facts.tied_embeddings and stage.embedding and stage.head
     tables = facts.vocab * facts.hidden / tp * (stage.embedding + stage.head - shared)
     tables += seeing_parameters(facts) * stage.embedding
@@ -274,6 +276,6 @@ def _adapter_parameters(facts: ModelFacts, stage: Stage, adapters: LoraChoice, t
         if width:
             by_outputs.append((count, h, 2 * width))
             by_inputs.append((count, width, h))
-    own = sum(count * (inputs + outputs / tp) for count, inputs, outputs in by_outputs)
-    own += sum(count * (inputs / tp + outputs) for count, inputs, outputs in by_inputs)
-    return adapters.rank * own, sum(prod(matrix) for matrix in (*by_outputs, *by_inputs)) / tp
+    adapter_parameters = sum(count * (inputs + outputs / tp) for count, inputs, outputs in by_outputs)
+    adapter_parameters += sum(count * (inputs / tp + outputs) for count, inputs, outputs in by_inputs)
+    return adapters.rank * adapter_parameters, sum(prod(matrix) for matrix in (*by_outputs, *by_inputs)) / tp

@@ -279,8 +279,8 @@ def training_time(request: Request, choice: TrainingChoice, colocated: bool = Tr
 
 
 def _most_trained(request: Request, choice: TrainingChoice) -> RankParameters:
-    found = (trained_parameters(request.facts, stage, choice) for stage in stages(request.facts, choice))
-    return max(found, key=lambda params: params.total)
+    counts = (trained_parameters(request.facts, stage, choice) for stage in stages(request.facts, choice))
+    return max(counts, key=lambda params: params.total)
 
 
 def _data_seconds(request: Request, choice: TrainingChoice, micro: float, number: int) -> tuple[float, float]:

@@ -76,11 +76,11 @@ UNITS |= dict.fromkeys(("memory_bandwidth", "link", "network", "host_link"), GB)
 
 def _devices() -> dict[str, Device]:
     listed: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text())
-    usual, found = listed.pop("usual"), {}
+    usual, devices = listed.pop("usual"), {}
     for name, own in listed.items():
         values = usual | {"fp8": own["bf16"]} | own
-        found[name] = Device(name, **{key: value * UNITS.get(key, 1) for key, value in values.items()})
-    return found
+        devices[name] = Device(name, **{key: value * UNITS.get(key, 1) for key, value in values.items()})
+    return devices
 
 
 DEVICES = _devices()
@@ -160,7 +160,7 @@ def device_named(name: str) -> Device:
     key = name.lower().replace("_", "-").removeprefix("nvidia-")
     if key in DEVICES:
         return DEVICES[key]
-    inside = [known for known in DEVICES if key in known or known in key]
+    inside = [name for name in DEVICES if key in name or name in key]
     meant = (inside or difflib.get_close_matches(key, DEVICES, 1, 0.8))[:1]
     hint = f"Did you mean {meant[0]}? " if meant else ""
     raise InputError(f"--gpu {name}: no such device in the table.", f"{hint}Known: {', '.join(DEVICES)}, cpu, auto.")
@@ -182,11 +182,11 @@ def local_cpu() -> Device:
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def granted_memory(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float:
+def granted_memory(cgroups: Path = CGROUPS, cgroup_file: Path = Path("/proc/self/cgroup")) -> float:
     """Return this process's usable bytes: the machine's, or fewer by its control groups (version 1 or 2)."""
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     places = [cgroups / "memory.max", cgroups / "memory" / "memory.limit_in_bytes"]
-    for line in own.read_text().splitlines() if own.exists() else ():
+    for line in cgroup_file.read_text().splitlines() if cgroup_file.exists() else ():
         _, controllers, path = line.split(":", 2)
         parts = Path(path.lstrip("/"))
         for group in (parts, *parts.parents):
@@ -209,10 +209,12 @@ def match_device(reported: str) -> str | None:
         return "h100-nvl"
     words = text.split("-")
     # RTX 4090 is two words, and RTX 6000 Ada three.
-    said = {"".join(words[first : first + count]) for count in (1, 2, 3) for first in range(len(words))}
+    phrases = {"".join(words[first : first + count]) for count in (1, 2, 3) for first in range(len(words))}
     # An L40 is not an L4.
-    found = [name for name in DEVICES if any(re.match(rf"{name.replace('-', '')}(?!\d)", one) for one in said)]
-    return max(found, key=len, default=None)
+    matches = [
+        name for name in DEVICES if any(re.match(rf"{name.replace('-', '')}(?!\d)", phrase) for phrase in phrases)
+    ]
+    return max(matches, key=len, default=None)
 
 
 def device_reported(reported: str, memory: float | None = None, capability: float | None = None) -> Device:
@@ -221,9 +223,10 @@ def device_reported(reported: str, memory: float | None = None, capability: floa
     if (name := match_device(reported)) is not None:
         return DEVICES[name]
     older = [device for device in DEVICES.values() if device.capability <= (capability or 8.9)]
-    newest = max((device.capability for device in older), default=min(one.capability for one in DEVICES.values()))
+    newest = max((device.capability for device in older), default=min(device.capability for device in DEVICES.values()))
     like = min(
-        (one for one in DEVICES.values() if one.capability == newest), key=lambda one: (one.bf16, one.memory_bandwidth)
+        (device for device in DEVICES.values() if device.capability == newest),
+        key=lambda device: (device.bf16, device.memory_bandwidth),
     )
     words = re.sub(r"[^a-z0-9]+", "-", reported.lower()).strip("-").split("-")
     name = "-".join(word for word in words if word not in ("nvidia", "geforce", "gpu")) or "gpu"
@@ -312,8 +315,8 @@ MORE_RATES = ("all_reduce", "point_to_point", "host_to_device", "device_to_host"
 
 def profile_path() -> Path:
     """This machine's profile: `RLCTL_MACHINE_PROFILE`, or a file named after the host in rlctl's cache."""
-    if named := os.environ.get("RLCTL_MACHINE_PROFILE"):
-        return user_path(named)
+    if path := os.environ.get("RLCTL_MACHINE_PROFILE"):
+        return user_path(path)
     return cache_directory() / f"machine-{platform.node() or 'local'}.json"
 
 
@@ -330,8 +333,8 @@ def load_profile(path: Path | None = None) -> MachineProfile | None:
         return None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        known = {field.name for field in fields(MachineProfile)}
-        profile = MachineProfile(**{key: value for key, value in values.items() if key in known})
+        known_fields = {field.name for field in fields(MachineProfile)}
+        profile = MachineProfile(**{key: value for key, value in values.items() if key in known_fields})
         for rate in (*RATES, *filter(values.get, MORE_RATES)):
             if not (isinstance(values[rate], int | float) and 0 < values[rate] < math.inf):
                 raise ValueError(f"its `{rate}` is {values[rate]!r}")

@@ -75,8 +75,8 @@ def memory_fraction(request: Request, choice: GenerationChoice, colocated: bool,
     if colocated:
         ceiling = min(ceiling, 1 - asleep / memory - 0.04)
     cache = choice.max_concurrent * request.workload.max_length * kv_bytes_per_token_on_device(request.facts, choice)
-    wanted = (_fixed_bytes(request, choice) + cache) / memory + 0.02
-    return max(0.2, int(min(ceiling, wanted) * 100) / 100)
+    fraction = (_fixed_bytes(request, choice) + cache) / memory + 0.02
+    return max(0.2, int(min(ceiling, fraction) * 100) / 100)
 
 
 def _fixed_bytes(request: Request, choice: GenerationChoice) -> float:
@@ -87,7 +87,7 @@ def generation_candidates(
     request: Request, devices: int, colocated: bool, asleep: float, budget: float, rejected: Reject
 ) -> list[GenerationChoice]:
     """Return all valid engine layouts that fit, best first. `asleep`: the offloaded policy's remainder."""
-    found = []
+    candidates = []
 
     def score(sized: GenerationChoice) -> float:
         kinds = sum(size > 1 for size in (sized.tp, sized.pp, sized.dp, sized.ep))
@@ -101,8 +101,8 @@ def generation_candidates(
         if isinstance(sized, Problem):
             rejected(choice, sized.message, sized.over)
             continue
-        found.append(sized)
-    return sorted(found, key=score)
+        candidates.append(sized)
+    return sorted(candidates, key=score)
 
 
 def _with_cache(
@@ -116,11 +116,11 @@ def _with_cache(
     if (size := request.pin(pinned)) is not None:  # a KV cache of given size; the memory fraction follows from it
         need, asleep = size + fixed, asleep if colocated else 0.0
         if need + asleep > have:
-            why = (
+            reason = (
                 f"with {size / GIB:.0f} GiB of KV cache an engine takes {need / GIB:.0f} GiB of a GPU and the sleeping "
                 f"policy {asleep / GIB:.0f}; there are {have / GIB:.0f}"
             )
-            return Problem(pinned, why, (need + asleep) / have)
+            return Problem(pinned, reason, (need + asleep) / have)
         tokens = int(size / per_token)
         if tokens < longest:
             needs = f"one sequence needs {longest:,}: {int(longest * per_token):,} bytes"
@@ -132,25 +132,25 @@ def _with_cache(
     free, tokens = plan_kv(request, choice)
     if tokens < longest:
         need, may = fixed + longest * per_token, fraction * have
-        why = f"one sequence of {longest:,} tokens needs {need / GIB:.0f} GiB, and vLLM may use {may / GIB:.0f}"
-        return Problem("generation.tp", why, need / may)
+        reason = f"one sequence of {longest:,} tokens needs {need / GIB:.0f} GiB, and vLLM may use {may / GIB:.0f}"
+        return Problem("generation.tp", reason, need / may)
     if colocated and fraction * have + asleep > have:
-        why = f"{fraction} leaves less than the {asleep / GIB:.1f} GiB of the sleeping policy"
-        return Problem("generation.memory_fraction", why)
+        reason = f"{fraction} leaves less than the {asleep / GIB:.1f} GiB of the sleeping policy"
+        return Problem("generation.memory_fraction", reason)
     return replace(choice, kv_cache_bytes=free, kv_cache_tokens=tokens)
 
 
 def _cpu_cache(request: Request, choice: GenerationChoice, budget: float) -> GenerationChoice | Problem:
     ranks = choice.engine_gpus
     per_token = kv_bytes_per_token_on_device(request.facts, choice) * ranks
-    wanted = choice.max_concurrent * request.workload.max_length * per_token * 1.1
+    cache_bytes = choice.max_concurrent * request.workload.max_length * per_token * 1.1
     least = request.workload.max_length * per_token * 1.1
     process = CPU_ENGINE_BYTES + request.constants.cpu_process_bytes
     fixed = ranks * (process + weight_bytes(request.facts, choice))
     free = budget / max(1, choice.engines // request.cluster.nodes) - fixed
-    size = request.pin("generation.kv_cache_bytes", min(max(wanted, 256 * 1024**2), free))
+    size = request.pin("generation.kv_cache_bytes", min(max(cache_bytes, 256 * 1024**2), free))
     if size < least or size > free:
-        why = f"engines need {fixed / GIB:.1f} GiB and {least / GIB:.2f} for one sequence; "
-        return Problem("generation.kv_cache_bytes", f"{why}{max(0.0, budget) / GIB:.1f} are left")
+        reason = f"engines need {fixed / GIB:.1f} GiB and {least / GIB:.2f} for one sequence; "
+        return Problem("generation.kv_cache_bytes", f"{reason}{max(0.0, budget) / GIB:.1f} are left")
     size = int(size) // 2**20 * 2**20 if size > 2**20 else int(size)
     return replace(choice, kv_cache_bytes=size, kv_cache_tokens=int(size / per_token))

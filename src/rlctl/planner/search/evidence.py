@@ -55,11 +55,11 @@ def published_for(facts: ModelFacts, cluster: ClusterFacts) -> list[Published]:
     """Return the published layouts of models of this kind and size on GPUs like these."""
     billions, large = count(facts).total / 1e9, cluster.device.memory > LARGE_MEMORY
     return [
-        one
-        for one in PUBLISHED
-        if one.experts == (facts.moe is not None)
-        and one.large_memory == large
-        and abs(billions / one.billions - 1) <= NEAR
+        published
+        for published in PUBLISHED
+        if published.experts == (facts.moe is not None)
+        and published.large_memory == large
+        and abs(billions / published.billions - 1) <= NEAR
     ]
 
 
@@ -68,18 +68,18 @@ def evidence(
 ) -> int:
     """Score how much of a layout was published: one point for training sizes, one for engines, one for spread
     experts."""
-    known, score = published_for(facts, cluster), 0
+    steps, score = published_for(facts, cluster), 0
     if training is not None:
         score += has_published_sizes(facts, cluster, training)
         score += facts.moe is not None and training.parallel.ep > 1
     if generation is not None:
-        score += any(one.engine_tp == generation.tp for one in known) and generation.pp == generation.dp == 1
+        score += any(step.engine_tp == generation.tp for step in steps) and generation.pp == generation.dp == 1
     return score
 
 
 def has_published_sizes(facts: ModelFacts, cluster: ClusterFacts, training: TrainingChoice) -> bool:
     p = training.parallel
-    return any(one.training == (p.tp, p.pp, p.cp, p.ep) for one in published_for(facts, cluster))
+    return any(published.training == (p.tp, p.pp, p.cp, p.ep) for published in published_for(facts, cluster))
 
 
 def untried(
@@ -88,7 +88,7 @@ def untried(
     """Return a layout's kinds of parallelism for which no published step confirms a prediction: engines of several
     replicas, and experts that every rank holds although published runs of that size spread them."""
     kinds = ["engines of several replicas"] if generation is not None and generation.dp > 1 else []
-    spread = any(one.training[-1] > 1 for one in published_for(facts, cluster))
+    spread = any(published.training[-1] > 1 for published in published_for(facts, cluster))
     if training is not None and spread and training.parallel.ep == 1:
         kinds.append("experts that are not spread")
     return kinds

@@ -66,10 +66,10 @@ class _RejectionLog:
         """Halves of a plan that fit alone."""
 
     def add(self, half: str) -> search.Reject:
-        def note(choice: Any, why: str, over: float = math.inf) -> None:
+        def note(choice: Any, reason: str, over: float = math.inf) -> None:
             name = f"{half} {choice.name()}"
             if over < self.lines.get(name, (half, "", math.inf))[2] or name not in self.lines:
-                self.lines[name] = (half, why, over)
+                self.lines[name] = (half, reason, over)
 
         return note
 
@@ -78,7 +78,7 @@ class _RejectionLog:
             self.lines.items(),
             key=lambda item: (item[1][2] == math.inf, item[1][0] in self.fitted, item[1][2], len(item[0])),
         )
-        return [Rejected(plan, why, over) for plan, (_, why, over) in order]
+        return [Rejected(plan, reason, over) for plan, (_, reason, over) in order]
 
 
 KEEP, KEEP_SPLIT = 6, 2
@@ -125,12 +125,12 @@ def _worth_combining(
 ) -> list[Any]:
     """Return the best candidates, the best runnable ones of tried kinds, and the first two of these by `rank`:
     published runs show them most often, and their times may be within the prediction's error."""
-    found, able = candidates[:keep], [c for c in candidates if runnable(c)]
+    best, able = candidates[:keep], [c for c in candidates if runnable(c)]
     tried = [c for c in able if not rank(c)[0]]
-    for one in (*able[:keep], *tried[:2], *sorted(able, key=rank)[:2]):
-        if one not in found:
-            found.append(one)
-    return found
+    for candidate in (*able[:keep], *tried[:2], *sorted(able, key=rank)[:2]):
+        if candidate not in best:
+            best.append(candidate)
+    return best
 
 
 def _rank_training(request: Request) -> Callable[[search.TrainingCandidate], tuple[int, int, int]]:
@@ -179,10 +179,10 @@ def _pinned_sizes(request: Request, total: int) -> set[int]:
     engines = [request.pin(f"generation.{key}") for key in ("engines", "tp")]
     ranks = [request.pin(f"training.{key}") for key in ("tp", "pp", "cp", "dp")]
     more = [request.pin(f"generation.{key}", 1) for key in ("pp", "dp")]
-    found = {math.prod([*engines, *more])} if None not in engines else set()
+    products = {math.prod([*engines, *more])} if None not in engines else set()
     if None not in ranks:
-        found.add(total - math.prod(ranks))
-    return {size for size in found if 0 < size < total}
+        products.add(total - math.prod(ranks))
+    return {size for size in products if 0 < size < total}
 
 
 def _divided(request: Request, engine_devices: int, log: _RejectionLog) -> list[Plan]:
@@ -220,7 +220,7 @@ def _divided(request: Request, engine_devices: int, log: _RejectionLog) -> list[
 
 def _least_cpu_engine(request: Request) -> float:
     choices = generation_choices(request, request.cluster.devices)
-    return min((generation_memory(request, one, 0.0).total for one in choices), default=0.0) + 256 * 1024**2
+    return min((generation_memory(request, choice, 0.0).total for choice in choices), default=0.0) + 256 * 1024**2
 
 
 def _fits(plan: Plan, budget: float, log: _RejectionLog) -> bool:
@@ -229,9 +229,11 @@ def _fits(plan: Plan, budget: float, log: _RejectionLog) -> bool:
     if plan.generation is not None:
         refit = f"with {plan.generation.name()}: refit needs"
         needs.insert(0, (plan.memory["refit"].total, budget, refit, "of a device"))
-    for need, have, what, where in needs:
+    for need, have, subject, where in needs:
         if need > have and not device.is_cpu:
-            log.add("training")(plan.training, f"{what} {need / GIB:.0f} GiB of {have / GIB:.0f} {where}", need / have)
+            log.add("training")(
+                plan.training, f"{subject} {need / GIB:.0f} GiB of {have / GIB:.0f} {where}", need / have
+            )
             return False
     return True
 
@@ -273,9 +275,9 @@ def believable(plans: list[Plan]) -> list[Plan]:
     fastest = {plan.name(): plan for plan in sorted(equal, key=lambda plan: -plan.total_s)}
 
     def rank(plan: Plan) -> tuple[int, int, float, float]:
-        known = evidence(plan.facts, plan.cluster, plan.training, plan.generation)
+        points = evidence(plan.facts, plan.cluster, plan.training, plan.generation)
         fullest = max(memory.total for memory in plan.memory.values())
-        return -known, dimensions(plan), round(fullest / plan.cluster.device.memory, 1), plan.total_s
+        return -points, dimensions(plan), round(fullest / plan.cluster.device.memory, 1), plan.total_s
 
     chosen = min(fastest.values(), key=rank)
     return [chosen, *(plan for plan in plans if plan is not chosen)]
@@ -283,9 +285,9 @@ def believable(plans: list[Plan]) -> list[Plan]:
 
 def places_of(cluster: ClusterFacts, *, apart: bool) -> Places:
     """Return where engines compute that share the policy's devices, or that have others (`apart`)."""
-    own = "with generation.colocated = false engines have {} of their own"
+    sentence = "with generation.colocated = false engines have {} of their own"
     several = apart and cluster.nodes > 1
-    return Places(cluster.is_cpu, own.format("devices") * apart, own.format("nodes") * several)
+    return Places(cluster.is_cpu, sentence.format("devices") * apart, sentence.format("nodes") * several)
 
 
 def untried_kinds(plan: Plan) -> list[str]:

@@ -23,29 +23,29 @@ from rlctl.planner.inputs.request import Request, Workload
 def training_problems(request: Request, choice: TrainingChoice, world: int | None = None) -> list[Problem]:
     """Return the backend's objections to a layout on `world` ranks (None: any number); empty: valid."""
     facts, workload, p, rows = request.facts, request.workload, choice.parallel, choice.micro_batch_tokens
-    found = []
+    problems = []
     if world is not None and p.world_size != world:
         key = "training.dp" if world % p.model_size == 0 else "training.pp" if p.pp > 1 else "training.tp"
-        why = f"TP {p.tp} x PP {p.pp} x CP {p.cp} x DP {p.dp} makes {p.world_size:,} ranks, and there are {world:,}"
-        found.append(Problem(key, why))
-    found += (fsdp_problems if choice.sharding == "full" else policy_problems)(facts, p)
+        reason = f"TP {p.tp} x PP {p.pp} x CP {p.cp} x DP {p.dp} makes {p.world_size:,} ranks, and there are {world:,}"
+        problems.append(Problem(key, reason))
+    problems += (fsdp_problems if choice.sharding == "full" else policy_problems)(facts, p)
     if facts.moe is None and p.etp == p.tp > 1:
         # It does no harm, but the planner's own value is 1 for a dense model, so somebody has set this one.
-        found.append(Problem("training.etp", "expert parallelism needs a model with experts"))
+        problems.append(Problem("training.etp", "expert parallelism needs a model with experts"))
     if workload.lengths_differ and rows < workload.max_length:
-        what = "rollout" if workload.rollouts else "sequence"
-        why = f"{rows:,} is less than one {what} of {workload.max_length:,} tokens (model.max_length)"
-        found.append(Problem("training.micro_batch_tokens", why))
+        unit = "rollout" if workload.rollouts else "sequence"
+        reason = f"{rows:,} is less than one {unit} of {workload.max_length:,} tokens (model.max_length)"
+        problems.append(Problem("training.micro_batch_tokens", reason))
     rollouts = workload.samples // workload.optimizer_steps
     if rollouts < p.dp:
-        found.append(Problem("training.dp", f"{p.dp} ranks share {rollouts} rollouts of an optimizer step"))
+        problems.append(Problem("training.dp", f"{p.dp} ranks share {rollouts} rollouts of an optimizer step"))
     if p.cp > 1 and rows % (2 * p.cp):
-        found.append(Problem("training.cp", f"rows of {rows:,} tokens do not split into 2 x {p.cp} chunks"))
+        problems.append(Problem("training.cp", f"rows of {rows:,} tokens do not split into 2 x {p.cp} chunks"))
     if request.cluster.is_cpu and choice.precision in ("fp8", "fp4"):
-        found.append(Problem(f"megatron.{choice.precision}", f"{choice.precision} needs a GPU"))
+        problems.append(Problem(f"megatron.{choice.precision}", f"{choice.precision} needs a GPU"))
     elif choice.precision == "fp8":
-        found += float8_problems(facts, p)
-    return found
+        problems += float8_problems(facts, p)
+    return problems
 
 
 def size_problem(facts: ModelFacts, key: str, value: int) -> Problem | None:
@@ -53,41 +53,41 @@ def size_problem(facts: ModelFacts, key: str, value: int) -> Problem | None:
     section, _, name = key.partition(".")
     if section == "generation":
         choice = replace(GenerationChoice(), **{name: value})
-        found = generation_problems(facts, choice, Workload(), 1 << 30)
+        problems = generation_problems(facts, choice, Workload(), 1 << 30)
     else:
         sizes: dict[str, int] = {"etp": 1, name: value}
-        found = lone_problems(facts, replace(ParallelSpec(), sequence_parallel=None, **sizes))
-        found = [problem for problem in found if name != "vpp" or "need" not in problem.message]
-    return next((problem for problem in found if problem.key == key), None)
+        problems = lone_problems(facts, replace(ParallelSpec(), sequence_parallel=None, **sizes))
+        problems = [problem for problem in problems if name != "vpp" or "need" not in problem.message]
+    return next((problem for problem in problems if problem.key == key), None)
 
 
 def generation_problems(facts: ModelFacts, choice: GenerationChoice, workload: Workload, devices: int) -> list[Problem]:
     """Return what vLLM would refuse of these engines on `devices` devices; empty: they are valid."""
-    found = []
+    problems = []
     if choice.gpus > devices:
-        why = f"{choice.engines} engines of {choice.gpus // choice.engines} need more than {devices} devices"
-        found.append(Problem("generation.engines", why))
-    found += engine_problems(facts, choice.tp, choice.pp, choice.dp, choice.ep)
+        reason = f"{choice.engines} engines of {choice.gpus // choice.engines} need more than {devices} devices"
+        problems.append(Problem("generation.engines", reason))
+    problems += engine_problems(facts, choice.tp, choice.pp, choice.dp, choice.ep)
     if choice.max_batched_tokens < choice.max_concurrent:
-        why = (
+        reason = (
             f"{choice.max_batched_tokens:,} tokens a pass are fewer than the {choice.max_concurrent:,} sequences run "
             "at once (generation.max_concurrent)"
         )
-        found.append(Problem("generation.max_batched_tokens", why))
-    return found
+        problems.append(Problem("generation.max_batched_tokens", reason))
+    return problems
 
 
 def not_runnable(
     training: TrainingChoice | None, generation: GenerationChoice | None, cluster: ClusterFacts
 ) -> list[str]:
     """Return the parts of a valid plan that rlctl cannot run yet, by key; empty: it runs."""
-    why = []
+    reasons = []
     if training is not None and training.precision == "fp4":
-        why.append("megatron.fp4: `train` runs float32, bfloat16 and float8")
+        reasons.append("megatron.fp4: `train` runs float32, bfloat16 and float8")
     if generation is not None and not cluster.is_cpu:
         size, node = generation.replica_gpus, cluster.gpus_per_node
         if size > node and size % node:
             key = "generation.pp" if generation.pp > 1 else "generation.tp"
             sizes = f"engines of TP x PP = {size} do not fill nodes of {node} GPUs, and vLLM takes as many of each"
-            why.append(f"{key} = {getattr(generation, key[-2:])}: {sizes}")
-    return why
+            reasons.append(f"{key} = {getattr(generation, key[-2:])}: {sizes}")
+    return reasons

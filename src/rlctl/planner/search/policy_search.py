@@ -25,7 +25,7 @@ SIMPLICITY = 0.01
 class Reject(Protocol):
     """Hears of a layout that is left out, why, and (where memory is why) its need over what there is."""
 
-    def __call__(self, choice: Any, why: str, over: float = math.inf) -> None: ...
+    def __call__(self, choice: Any, reason: str, over: float = math.inf) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -234,14 +234,14 @@ def training_candidates(
 ) -> list[TrainingCandidate]:
     """Return all valid layouts within `budget` bytes per device, best first; others go to `rejected`. Offloaded states
     come last, because their speed was never measured."""
-    found: list[TrainingCandidate] = []
+    candidates: list[TrainingCandidate] = []
     for choice, problems in ruled_trainings(request, devices):
         if problems:
             rejected(choice, problems[0].message)
         elif candidate := _least_saving(request, choice, colocated, budget, rejected):
-            found.append(candidate)
-    resident = [c for c in found if not c.choice.optimizer_offload]
-    return sorted(resident or found, key=lambda c: c.score)
+            candidates.append(candidate)
+    resident = [c for c in candidates if not c.choice.optimizer_offload]
+    return sorted(resident or candidates, key=lambda c: c.score)
 
 
 def _least_saving(
@@ -264,7 +264,9 @@ def _least_saving(
         if (peak := mem.training_memory(request, saved, asleep, number)).total > limit:
             continue
         saved, peak = next(
-            (one, held) for one in some if (held := mem.training_memory(request, one, asleep, number)).total <= limit
+            (sizes, memory)
+            for sizes in some
+            if (memory := mem.training_memory(request, sizes, asleep, number)).total <= limit
         )
         seconds = timing.training_time(request, saved, colocated).total
         critic = timing.critic_time(request, saved, colocated)

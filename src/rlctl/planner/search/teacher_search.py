@@ -30,41 +30,43 @@ def with_teachers(
     """Give each of `trainings` the best teacher that fits `budget` bytes next to it; others go to `rejected`."""
     if request.teacher is None:
         return trainings
-    own = replace(request, facts=request.teacher)
-    found, known = list[TrainingCandidate](), dict[int, tuple[list[TeacherPlan], str]]()
+    own_request = replace(request, facts=request.teacher)
+    fitting, by_choice = list[TrainingCandidate](), dict[int, tuple[list[TeacherPlan], str]]()
     for training in trainings:
         tokens, beside = training.choice.micro_batch_tokens, 0.0
-        if tokens not in known:
-            known[tokens] = _teachers(own, devices, tokens)
-        options, why_none = known[tokens]
+        if tokens not in by_choice:
+            by_choice[tokens] = _teachers(own_request, devices, tokens)
+        options, why_none = by_choice[tokens]
         if not request.cluster.is_cpu:  # the policy's states and processes stay while the teacher computes
-            held = (mem.state_bytes(request.facts, s, training.choice) for s in stages(request.facts, training.choice))
-            beside = max(sum(parts.values()) for parts in held) + mem.runtime_bytes(request, training.choice)
+            weights = (
+                mem.state_bytes(request.facts, s, training.choice) for s in stages(request.facts, training.choice)
+            )
+            beside = max(sum(parts.values()) for parts in weights) + mem.runtime_bytes(request, training.choice)
             beside += sum(training.peak.parts.get(part, 0.0) for part in ("engine asleep", "staging"))
-        able = [one for one in options if one.memory.total + beside <= budget]
-        room = [one for one in able if training.peak.total + one.asleep <= budget]
+        able = [option for option in options if option.memory.total + beside <= budget]
+        room = [option for option in able if training.peak.total + option.asleep <= budget]
         if room:
-            found.append(training.with_teacher(min(room, key=lambda one: one.score)))
+            fitting.append(training.with_teacher(min(room, key=lambda option: option.score)))
         elif options:
-            least = min(one.memory.total for one in options)
+            least = min(option.memory.total for option in options)
             left = f"{(budget - beside) / GIB:.0f} are left"
-            why = f"next to it the {request.of_teacher} needs {least / GIB:.0f} GiB, and {left}"
-            rejected(training.choice, why, (least + beside) / max(budget, 1.0))
+            reason = f"next to it the {request.of_teacher} needs {least / GIB:.0f} GiB, and {left}"
+            rejected(training.choice, reason, (least + beside) / max(budget, 1.0))
         else:
             rejected(training.choice, why_none)
-    return sorted(found, key=lambda one: one.score)
+    return sorted(fitting, key=lambda candidate: candidate.score)
 
 
 def _teachers(request: Request, devices: int, row_tokens: int) -> tuple[list[TeacherPlan], str]:
-    found, broken, name = list[TeacherPlan](), "", request.of_teacher
+    plans, broken, name = list[TeacherPlan](), "", request.of_teacher
     for choice in _choices(request, devices, row_tokens):
         if problems := _problems(request, choice):
             broken = broken or f"the {name} as {choice.parallel.name()}: {problems[0].message}"
         elif choice.parallel.cp == 1 or not row_tokens % (2 * choice.parallel.cp):
-            found.append(_costed(request, choice))
+            plans.append(_costed(request, choice))
     count = "one device does" if devices == 1 else f"{devices} devices do"
     sizes = f"the {name}'s sizes ({request.role}.tp, {request.role}.pp, ...) make ranks that {count} not divide into"
-    return found, broken or sizes
+    return plans, broken or sizes
 
 
 def _problems(request: Request, choice: TrainingChoice) -> list[Problem]:
@@ -98,12 +100,12 @@ def _costed(request: Request, choice: TrainingChoice) -> TeacherPlan:
     cluster, facts = request.cluster, request.facts
     whole = mem.logprobs_memory(request, choice, 0.0).parts
     states = [mem.state_bytes(facts, stage, choice) for stage in stages(facts, choice)]
-    weights = max(own["weights"] for own in states)
+    weights = max(state["weights"] for state in states)
     name, parts = request.of_teacher, ("activations", *(() if choice.valued else ("logits",)), "runtime")
     kept = {f"{name} {part}": whole[part] for part in parts}
     if request.workload.teacher_top:
         kept[f"{name} likely tokens"] = mem.likely_tokens_bytes(request, choice, 8)
-    kept = {f"{name} weights": weights + max(own.get("gathered", 0.0) for own in states)} | kept
+    kept = {f"{name} weights": weights + max(state.get("gathered", 0.0) for state in states)} | kept
     seconds, asleep = timing.logprobs_time(request, choice, passes=1), 0.0
     if not cluster.is_cpu and choice.valued and request.workload.staleness is not None:
         asleep = sum(kept.values())  # it scores while the policy trains

@@ -42,7 +42,7 @@ def improvements(plan: Plan) -> list[Improvement]:
         return []
     changes = []
     for words, request in _single_changes(plan):
-        if plans := [plan_ for plan_ in feasible_plans(request)[0] if plan_.runnable]:
+        if plans := [name for name in feasible_plans(request)[0] if name.runnable]:
             changes.append(Improvement(words, plans[0].total_s, request.cluster.gpus))
     return sorted(changes, key=lambda improvement: improvement.seconds * improvement.gpus / cluster.gpus)
 
