@@ -89,7 +89,7 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the turn; the episode's are their sums, and a run shows their means."""
     ask: Ask | None = None
-    """The conversation that the model reads next, in place of `messages`; `reset` may return it too."""
+    """The model's next conversation, in place of `messages`; `reset` may return it too."""
 
 
 class Environment:

@@ -99,7 +99,7 @@ def method_class(name: str) -> type[Method] | None:
 
 
 def config_class(name: str) -> type[RlctlConfig]:
-    """Return the configuration class of a method or an algorithm; that of RL for an unknown one."""
+    """Return the configuration class of a method or an algorithm; RL's for an unknown one."""
     method = method_class(name)
     return RlConfig if method is None else method.Config
 
@@ -124,8 +124,8 @@ def algorithms() -> tuple[str, ...]:
 
 
 def defaults_of(name: str) -> dict[str, Any]:
-    """Return the values by key that a method or algorithm sets in place of defaults: `defaults`, and arguments of the
-    sections in its configuration class, such as `batch: BatchConfig = BatchConfig(prompts=4)`."""
+    """Return a method's or algorithm's values that replace defaults, by key: `defaults`, and arguments of the sections
+    in its configuration class, such as `batch: BatchConfig = BatchConfig(prompts=4)`."""
     if (method := method_class(name)) is None:
         return {}
     sections = {name: field.default for name, field in method.Config.model_fields.items()}
@@ -215,8 +215,8 @@ def _letters(name: str) -> str:
 
 @dataclass(frozen=True)
 class OutsideMethod:
-    """Makes the method of a user's class, pickled with its file's source, or of an installed package, pickled as its
-    name, so that every process imports it for itself."""
+    """Makes a method from a user's class, pickled with its file's source, or from an installed package, pickled by
+    name: each process imports it separately."""
 
     name: str
     code: UserCode | None = None

@@ -121,8 +121,8 @@ class Distill(Sft):
 
 
 def _balance(divergence_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Return the factor of each token's divergence that gives those of its text the sum of its likelihood's; 1 where
-    there is no divergence."""
+    """Return the factor that scales each token's divergence so that its text's sum equals its likelihood's; 1 without
+    divergence."""
     text_R = batch.rollout_R
 
     def summed(values_R: torch.Tensor) -> torch.Tensor:
@@ -134,8 +134,8 @@ def _balance(divergence_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 
 
 def chunk_kl(batch: TokenBatch, o: TopTokens) -> torch.Tensor:
-    """Return the divergence [R] from a teacher with another tokenizer, with gradient: each token has its part of what
-    its chunk has, and 0 where the teacher has said nothing of the chunk. Suffix C: the chunks."""
+    """Return the divergence [R] from a teacher with another tokenizer, with gradient: each token has its share of its
+    chunk's divergence, and 0 if the teacher has no probability for the chunk. Suffix C: the chunks."""
     import torch
 
     assert batch.teacher_top_RK is not None  # `teacher_top` asks for both

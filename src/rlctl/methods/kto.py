@@ -198,5 +198,5 @@ def _ratios(batch: TokenBatch) -> torch.Tensor:
 
 
 def _spread(values_N: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Return values [R] whose sum over the tokens is that of `values_N` over the texts."""
+    """Spread `values_N` of texts over their tokens [R], with equal sums."""
     return (values_N / _tokens(batch).clamp(min=1))[batch.rollout_R]

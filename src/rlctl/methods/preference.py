@@ -91,7 +91,7 @@ class DpoConfig(TextConfig):
 
 PAIRS = "pairs"
 LEAST_LOSS = 1e-7
-"""Smallest negative log-prob of a token whose odds are computed, since those of a certain one are infinite."""
+"""Lower bound of the negative log-prob; probability 1 has infinite odds."""
 
 
 def _mean(name: str, curve: str, column: str = "") -> Metric:
@@ -133,7 +133,7 @@ class Pairs:
         return self.chosen_rewards_P - self.rejected_rewards_P
 
     def spread(self, values_P: torch.Tensor) -> torch.Tensor:
-        """Return values [R] whose sum over the tokens is that of `values_P` over the pairs."""
+        """Spread `values_P` of pairs over their tokens [R], with equal sums."""
         return (values_P / self.tokens_P.clamp(min=1))[self.pair_R]
 
 

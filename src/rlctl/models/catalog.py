@@ -45,8 +45,8 @@ def lookup_entry(name: str) -> CatalogEntry | None:
 
 
 def near(name: str, limit: int = 3) -> list[str]:
-    """Known hub names that look like `name`, the likeliest first: those of the same size, and of them the ones that are
-    nearly equal or that `name` adds words to (`Qwen3-8B-Instruct` of which there is only `Qwen3-8B`)."""
+    """Return known hub names similar to `name`, best first: same size first, then names that are nearly equal or that
+    `name` extends (`Qwen3-8B-Instruct`, if there is only `Qwen3-8B`)."""
     by_key, key = {_key(n): n for entry in entries() for n in entry.names}, _key(name)
     sizes, words = NUMBERS.findall(key), set(key.split("-"))
     alike = difflib.get_close_matches(key, by_key, len(by_key), 0.6)

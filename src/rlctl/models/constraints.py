@@ -163,7 +163,7 @@ def family_problem(facts: ModelFacts, backend: str | None) -> str | None:
 def _head_problems(facts: ModelFacts, tp: int, key: str) -> list[Problem]:
     if facts.heads % tp:
         return [Problem(key, f"{facts.heads} attention heads do not split over {tp} ranks")]
-    # KV heads are split, or repeated where there are fewer than ranks.
+    # KV heads are split, or repeated if ranks outnumber them.
     if facts.mla is None and facts.kv_heads % tp and tp % facts.kv_heads:
         return [Problem(key, f"{facts.kv_heads} KV heads neither divide nor are divided by {tp}")]
     return []

@@ -76,11 +76,11 @@ class ListedTensor:
     shape: tuple[int, ...]
     """The shape of the box."""
     layers: tuple[int, ...] = ()
-    """The layers (from 0) that have it; empty: it is outside of them."""
+    """The layers (from 0) with this tensor; empty: it is outside the layers."""
     module: str = ""
     """The parameter of transformers' modules that holds it, where that has another name."""
     role: str = ""
-    """Its `Role` of `models/matrices.py`, where transformers tells it."""
+    """Its `Role` in `models/matrices.py`, if transformers reveals it."""
     dtype: str = ""
     """Published dtype of a stored, untrained tensor; empty: the model's."""
     tensor_shape: tuple[int, ...] = ()
@@ -107,7 +107,7 @@ class VisionFacts:
     patch: int
     """Side of a patch in pixels."""
     merge: int
-    """Patches of the tower that one token of the language part stands for."""
+    """Patches of the tower per image token of the language part."""
     text_family: str
     """The family of the language part."""
 
@@ -143,7 +143,7 @@ class ModelFacts:
     """Embeddings are multiplied by the root of the hidden size (Gemma)."""
     rope: RopeFacts = RopeFacts()
     window_rope: RopeFacts | None = None
-    """Rotary embedding of windowed layers; None: that of all layers."""
+    """Rotary embedding of windowed layers; None: the other layers'."""
     moe: MoeFacts | None = None
     mla: MlaFacts | None = None
     sliding_window: int | None = None
@@ -172,7 +172,7 @@ class ModelFacts:
 
     @property
     def never_sampled(self) -> tuple[int, ...]:
-        """The token that stands for images: in a completion it would be taken for an image."""
+        """The image token. In a completion it would be read as an image."""
         return () if self.vision is None else (self.vision.image_token,)
 
     def is_windowed(self, layer: int) -> bool:

@@ -26,8 +26,8 @@ PARTS = ("ARCHITECTURES", "DEFAULTS", "TINY", "FULL", "facts", "weights")
 
 
 BIASES = {"LlamaForCausalLM": ("attention_bias", "mlp_bias"), "Qwen3ForCausalLM": ("attention_bias",)}
-"""Keys with which an architecture has biases that its file does not map (Bielik, Qwen2.5 saved as a Llama); such a
-model is one without a file."""
+"""Keys that give an architecture biases missing in its file (Bielik, Qwen2.5 saved as a Llama); such a model counts as
+one without a file."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ ROPE_NEEDS = {
 ROPE_KEYS = ("rope_scaling", "rope_parameters")
 ROPE_TEXT_KEYS = {"rope_type", "type", "rope_theta"}
 
-# Those of our activations; transformers' gpt-oss says silu and computes a sigmoid of 1.702 x.
+# rlctl's activations; transformers' gpt-oss names silu and computes a sigmoid of 1.702 x.
 ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),

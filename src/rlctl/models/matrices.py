@@ -63,7 +63,7 @@ class Role(StrEnum):
     MTP_PROJECTION = "mtp_projection"
     MTP_FINAL_NORM = "mtp_final_norm"
     EXPERT_STACK = "expert_stack"
-    """A matrix of every expert, or gates and ups of them, in one published tensor as transformers' modules hold it."""
+    """A matrix of every expert, or the experts' gates and ups, in one published tensor, as in transformers' modules."""
     STORED = "stored"
     """Stored with the weights and never trained: a buffer of transformers' modules."""
     OTHER = "other"

@@ -15,7 +15,7 @@ ROLES = {
     "block_sparse_moe.gate.weight": Role.ROUTER,  # Phi-MoE's and MiniMax'
     "block_sparse_moe.router.weight": Role.ROUTER,  # GraniteMoeSWA's
 }
-"""By name, in a layer without the layer's: the matrices that the planner has to know and transformers does not tell."""
+"""By name within a layer: the matrices that the planner needs and transformers does not reveal."""
 
 
 def weights(facts: ModelFacts) -> ModelWeights:

@@ -231,7 +231,7 @@ def _call(function: Callable[[], object], connection: Connection) -> None:
 
 def _answer(serve: Callable[[Connection, Any], None], plan: object, connection: Connection) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - it is a TextIOWrapper
-    os.environ.pop("PYTHONSAFEPATH", None)  # a script that user code starts may have neighbors of its own
+    os.environ.pop("PYTHONSAFEPATH", None)  # a script that user code starts may have its own neighbors
     try:
         serve(connection, plan)
     except RlctlError as error:

@@ -1,4 +1,4 @@
-"""The driver's plan of a session: who reads each channel, who writes into it, and by which mover."""
+"""The driver's plan of a session: each channel's readers, writers and mover."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from rlctl.transport.round_buffers import Images, Packer, by_round, message_part
 from rlctl.transport.rounds import Rounds
 from rlctl.weights.transfer_plan import TransferPlan
 
-CHANNELS = 1 << 10  # most channels whose messages are told apart
+CHANNELS = 1 << 10  # the maximum of channels with distinct messages
 
 
 def relay(senders: Sequence[int], rank: int) -> int:
@@ -43,7 +43,7 @@ class Exchange:
         world: Any = dist.group.WORLD
         self.group = TransferGroup(world._get_backend(device), names, device, timeout_s)
         self.device = device
-        dist.barrier()  # NCCL makes its communicator with all ranks, and not all of them send in each round
+        dist.barrier()  # NCCL makes its communicator with all ranks, and some do not send in each round
         self._outgoing: dict[int, tuple[Packer, int]] = {}
         """By channel: what packs this rank's messages, the same where these are, and its relay."""
         self._buffers: dict[int, list[torch.Tensor]] = {}

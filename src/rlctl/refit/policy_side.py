@@ -59,7 +59,7 @@ class SenderState:
     ends: dict[int, ChannelEnd] = field(default_factory=dict)
     """By channel."""
     exchange: Exchange | None = None
-    """Takes boxes of ranks that do not reach staging memory to those that do; None: all ranks reach it."""
+    """Relays boxes of ranks without staging memory to ranks with it; None: all ranks have it."""
     rounds: int = 0
     """Most rounds of a channel."""
     whole_copies: tuple[Copy, ...] | None = None

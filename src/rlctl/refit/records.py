@@ -57,7 +57,7 @@ class Made:
     store_port: int | None = None
     """Port of the store at which collective groups meet."""
     sends: frozenset[int] = frozenset()
-    """In a process group: the channels in which this rank has something to send."""
+    """In a process group: the channels that this rank sends on."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Sent:
     bytes: int
     """Bytes sent, those to ranks that reach the staging memory in its place included."""
     exchange_s: float = 0.0
-    """Seconds in which it waited for boxes of other ranks, or until they were gone."""
+    """Seconds of waiting for boxes of other ranks, or until they were gone."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class RefitReport:
     unread_bytes: int = 0
     """Their bytes in the published tensors."""
     unread_why: str = ""
-    """Why the first of them cannot be read."""
+    """Why the first of them is unreadable."""
     compared_all: bool = False
     """They are all that can be compared, and not a sample."""
     decoding: float | None = None
@@ -120,7 +120,7 @@ class RefitReport:
     sent_bytes: int = 0
     """Bytes that policy ranks wrote, all receivers together."""
     packing_s: float = 0.0
-    """Seconds in which the busiest policy rank copied; partly while engines loaded."""
+    """Seconds of copying on the busiest policy rank; partly while engines loaded."""
 
     @property
     def gb_per_s(self) -> float:

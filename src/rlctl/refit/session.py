@@ -89,7 +89,7 @@ class RefitSession:
         self.mover = settings.mover
         self.refits = self.attempts = 0
         self._base: int | None = None
-        """Version of which every engine holds all weights."""
+        """The version that every engine holds completely."""
         self._since_full = 0
         self.opened = self.broken = False
         self.paths: dict[str, tuple[tuple[str, str], ...]] = {}
@@ -119,7 +119,7 @@ class RefitSession:
         return max(by_node.values(), default=0)
 
     def open(self) -> None:
-        """Make the staging memory, and tell both sides what stays the same over all refits."""
+        """Make the staging memory, and send both sides the constants of all refits."""
         places = tuple(self._wait("open", self.policy, WeightSender.refit_place))
         self._wait("open", self.engines, WeightReceiver.refit_open, self.setup.table, self.receive)
         of_engines = self._wait("open", self.engines, WeightReceiver.refit_needs)
@@ -143,8 +143,8 @@ class RefitSession:
         self.setup = SenderSetup(table, places, self._prepared(channels, needs, places))
         links = {name: c.connection for c in self.setup.channels for name in c.connection.receivers}
         connections = [tuple(links[need.name] for need in of_engine) for of_engine in of_engines]
-        # Both sides at once: a collective group is complete when all its members have joined, and ranks join those of
-        # several channels in their order.
+        # Both sides at once: a collective group is complete when all its members have joined, and ranks join the groups
+        # of several channels in the channels' order.
         opening = self.policy.submit(WeightSender.refit_connect, self.setup)
         connecting = self.engines.submit_each(WeightReceiver.refit_connect, [(one,) for one in connections])
         limit = self.settings.timeout_s + MARGIN_S
@@ -193,7 +193,7 @@ class RefitSession:
         self.broken = self.transport.joins
         lengths, sparse = self._changes() if self.settings.sparse else (None, None)
         compared_s = time.perf_counter() - moving
-        base, self._base = self._base, None  # whatever fails from here on, the next refit sends everything
+        base, self._base = self._base, None  # after any later failure, the next refit sends everything
         sent, wrote_s = self._move(version, base, lengths)
         self.broken = False
         moved = time.perf_counter()

@@ -132,7 +132,7 @@ class WeightSync:
     ) -> None:
         """`dtype`, `receive`, `converted`, `converted_at`: see `RefitSession`; `offload`, `engines_sleep`: see
         `DeviceHandover`. `decode_check` follows fully compared refits. At most `restarts` lost engines are replaced;
-        `tell` reports losses."""
+        `tell` receives losses."""
         self.engines, self._policy, self._decode_check = engines, policy, decode_check
         self.session = RefitSession(
             senders,
@@ -166,7 +166,7 @@ class WeightSync:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.session.close()
-        elif kind is not KeyboardInterrupt:  # after which nobody is asked: the processes, which may be busy, are ended
+        elif kind is not KeyboardInterrupt:  # after it the processes, which may be busy, are ended without a question
             self.session.abandon()
 
     def generating(self, *, refit_next: bool = False) -> AbstractContextManager[int]:

@@ -1,4 +1,4 @@
-"""Compare the weights that the engines compute with to those that the policy holds, and guess why they differ."""
+"""Compare the engines' weights with the policy's, and guess why they differ."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ _BARE_BOX = re.compile(
 )
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
-# `A` and `I` before a word in small letters are words themselves, unless that word goes on from an answer.
+# `A` and `I` before a lowercase word are words, unless that word continues an answer.
 _OPTION = r"([B-HJ-Z]|[AI](?!\s+(?!(?:because|since|as|and|but|not|which|is)\b)[a-z]))(?![A-Za-z0-9]|['\u2019][a-z])"
 # One letter, perhaps in brackets, bold, quotes, or LaTeX's \text{...}.
 _LETTER = rf"[\s*_`\"'(\[{{$]*(?:\\(?:text|textbf|mathrm|mathbf|boxed)\{{\s*\(?\s*)*{_OPTION}"
@@ -255,7 +255,7 @@ def written_as(answer: str, how: str, *, opened: bool = False) -> str:
 
 
 LOOKED_AT: Final = 300
-"""Characters at the end of a completion in which its answer is looked for."""
+"""Characters at the end of a completion that are searched for its answer."""
 ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),

@@ -47,7 +47,7 @@ class GroupScores:
     terms: dict[str, tuple[float | None, ...]]
     """Unweighted score of each reward term, by label; None: it does not apply."""
     failures: int = 0
-    """Completions on which a scorer failed. They count as wrong for it or are dropped."""
+    """Completions with a scorer failure. They count as wrong or are dropped."""
     dropped: tuple[str, ...] = ()
     """The error of a user function on each dropped rollout."""
     answered: tuple[bool, ...] | None = None

@@ -70,8 +70,8 @@ class TaskScorer:
             return 0.0
         entry = {"question": row.prompt, "answer": row.answer, **row.fields}
         score, reference = float(self._dataset.score_answer(answer=answer, entry=entry)), answer_text(row.answer)
-        # Many tasks give len(reference) / len(answer) to any answer with the reference in it. For texts that is a hint;
-        # between numbers it is chance, and makes 13 half right where 3 is asked.
+        # Many tasks give len(reference) / len(answer) to any answer that contains the reference. For texts that is a
+        # hint; between numbers it is chance, and makes 13 half right for 3.
         partly = self._extraction == "last-number" and score not in (0.0, 1.0) and reference in answer
         return 0.0 if partly and math.isclose(score, len(reference) / len(answer)) else score
 
@@ -135,7 +135,7 @@ class MathVerify:
         if not marked:
             return _expressions(self._parse(explicit_math(plain_text(readable_math(text)))))
         text = extract(text, "boxed") or text  # a box inside of a tag
-        if len(re.findall(r"\d+", readable_math(text))) > 1:  # where LaTeX cannot read it, none of them is the answer
+        if len(re.findall(r"\d+", readable_math(text))) > 1:  # if LaTeX cannot read it, none of them is the answer
             return self._by_latex(text)
         return _expressions(self._parse(_boxed(text)))
 
@@ -149,7 +149,7 @@ class MathVerify:
 
 
 def _boxed(answer: str) -> str:
-    """Return an answer in the box in which math-verify reads all of it; numbers as plain digits."""
+    """Return an answer in a box that math-verify reads whole; numbers as plain digits."""
     answer = answer.strip(" \t\n*`").rstrip(".,;:")
     return rf"\boxed{{{plain_number(answer) or explicit_math(readable_math(answer))}}}"
 

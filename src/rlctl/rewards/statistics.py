@@ -19,7 +19,7 @@ SIGNIFICANCE = 0.05
 """Probability by chance below which a difference is significant."""
 PERMUTATIONS = 10_000
 EXACT_PROMPTS = 14
-"""Prompts up to which all sign changes are counted (16,384), rather than drawn."""
+"""Maximum prompts for counting all sign changes (16,384); more are drawn at random."""
 
 
 @dataclass(frozen=True)

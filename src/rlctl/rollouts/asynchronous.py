@@ -43,9 +43,9 @@ T = TypeVar("T")
 LOOK_S = 0.5
 """Longest time between two looks at what has changed."""
 QUIET_S = 60.0
-"""Time without any finished group after which it is said who waits for whom, again and again."""
+"""Time without a finished group until a message says who waits for whom; the message repeats."""
 SCORED_IN = 8
-"""Parts, at most, of what waits for the scorer, of which it gets one at a time."""
+"""Maximum number of batches for the scorer."""
 GROUPS_FILE = "finished_rollouts.npz"
 
 
@@ -63,7 +63,7 @@ class AsynchronousSource:
         trains_on: Callable[[RolloutGroup], bool] = lambda group: True,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`trains_on` tells which groups fill a batch with replacement; `tell` reports who waits for whom."""
+        """`trains_on` selects the groups that fill a batch with replacement; `tell` receives who waits for whom."""
         self._config, self._prompts, self._timer, self._tell = config, prompts, timer, tell
         self._engines, self._sync = engines, sync
         self._groups = GroupMaker(config, prompts, rewards)
@@ -88,11 +88,11 @@ class AsynchronousSource:
         self._sampled: list[SampledGroup] = []
         """Groups that are to be scored."""
         self._finished: dict[int, RolloutGroup] = {}
-        """Position -> scored group, in the order in which they finished."""
+        """Position -> scored group, in order of completion."""
         self._unfit: set[int] = set()
         """Finished groups that fill no place of a batch."""
         self._failures = 0
-        """Completions on which a scorer failed, since the last batch."""
+        """Completions with a scorer failure, since the last batch."""
         self._lost: list[tuple[object, RlctlError]] = []
         """Engines that failed, and how."""
         self._trouble: BaseException | None = None
@@ -178,7 +178,7 @@ class AsynchronousSource:
         with self._changed:
             self._finished = groups
             self._unfit = {position for position, group in groups.items() if not self._fills(group)}
-            # A run of synchronous rollouts that goes on here has neither of the two.
+            # A synchronous run that resumes here has neither.
             self._admitted = {int(position): version for position, version in state.get("admitted", {}).items()}
             self._batches = state.get("batches", self._ledger.first_open // self._config.batch.prompts)
 
@@ -245,7 +245,7 @@ class AsynchronousSource:
     # Consumption
 
     def _batch(self, version: int) -> list[int] | None:
-        """Return the positions of the batch to train `version` on; None: not all of them are finished."""
+        """Return the positions of the batch to train `version` on; None: some are unfinished."""
         found = self._by_position() if self._config.rollouts.order == "position" else self._by_arrival(version)
         if found is None and not (self._ledger.under_way or self._room()):  # `filter.max_rounds`: no more is to come
             return sorted(self._finished, key=lambda position: (position in self._unfit, position))[: self._most]
@@ -289,7 +289,7 @@ class AsynchronousSource:
                 if self._trouble is not None:
                     raise self._trouble
                 lost: list[tuple[object, RlctlError]] = []
-                # Engines that sample under these weights alone finish before one of them is replaced.
+                # Engines that sample under these weights only finish before any of them is replaced.
                 if version is not None and not (self._waits and self._sampling()):
                     lost, self._lost = self._lost, []
                 if not lost and (found := find()) is not None:
@@ -401,8 +401,8 @@ class AsynchronousSource:
             self._hand_to_scorer()
 
     def _to_score(self) -> list[SampledGroup]:
-        """Return what the scorer gets next: the oldest, and few at a time, because a group is finished when all that it
-        was scored with are; or the first groups that are to be scored together, once all of them are sampled."""
+        """Return the scorer's next batch: the oldest groups, and few at a time, because a group finishes with its
+        batch; or the first groups that are scored together, once all are sampled."""
         waiting = sorted(self._sampled, key=lambda result: result.group)
         if not self._groups.compares:
             return waiting[: -(-len(waiting) // SCORED_IN)]

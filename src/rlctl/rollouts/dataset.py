@@ -99,7 +99,7 @@ class TextStream(PromptStream):
     reference: ReferenceLogps | None = None
     """Precomputed reference log-probs; None: the reference is in memory, or none."""
     precomputes: bool = False
-    """Whether they are computed before the first step, for the rows that do not bring them."""
+    """Whether they are computed before the first step, for rows without them."""
     others: Sequence[PromptSource] = ()
     """With labels, further sources of completions of other prompts."""
 
@@ -238,7 +238,7 @@ class TextStream(PromptStream):
         return EncodedPrompt(tuple(longest.tokens_T.tolist()), longest.media) if longest else EncodedPrompt(())
 
     def _image_tokens(self, row: PromptRow) -> int:
-        """Return those of the text that has most of them, which may have images in all of its messages."""
+        """Return the image tokens of the row's text with the most."""
         return max((sum(part.tokens for part in text.media) for text in self.texts(row)), default=0)
 
 

@@ -49,7 +49,7 @@ class EnvironmentEpisodes:
     turns: TurnEncoder
     limits: EnvironmentConfig
     opening: Reply
-    """The environment's reply to the first row. It stands for all replies when prompts are measured before a run."""
+    """The environment's reply to the first row. It represents all replies when prompts are measured before a run."""
     notes: tuple[str, ...]
     """Notes for the user before the run."""
     max_length: int = 0
@@ -299,7 +299,7 @@ class EpisodePlayer:
                 given = without if anew else given
         else:
             prompt, messages = self._play.beginning((), reply, episode.row)
-            if ask.tokens:  # the request needs the images that its placeholder tokens stand for
+            if ask.tokens:  # the request needs the images of its placeholder tokens
                 prompt = replace(prompt, media=episode.images_in(prompt.tokens))
                 turns.encoder.require_no_image(prompt.text_tokens, episode.row.where)
             given, media = list(prompt.tokens), prompt.media
@@ -391,7 +391,7 @@ def showing(encoder: PromptEncoder, schemas: Sequence[Mapping[str, Any]]) -> tup
 
 
 def form_of(encoder: PromptEncoder) -> str:
-    """Return the format in which the chat template writes tool calls. Raises InputError for an unknown format."""
+    """Return the format of tool calls in the chat template. Raises InputError for an unknown format."""
     form, reason = None, ""
     try:
         form = format_of(lambda messages: encoder.render(list(messages), answered=True), encoder.special_texts)

@@ -36,7 +36,7 @@ class SynchronousSource:
         timer: StepTimer,
         trains_on: Callable[[RolloutGroup], bool] = lambda group: True,
     ) -> None:
-        """`trains_on` tells which groups fill a batch with replacement."""
+        """`trains_on` selects the groups that fill a batch with replacement."""
         self._config, self._prompts, self._timer = config, prompts, timer
         self._engines, self._sync = engines, sync
         self._groups = GroupMaker(config, prompts, rewards)

@@ -189,7 +189,7 @@ class Validation(ABC):
 
     @property
     def plateau(self) -> str | None:
-        """The sentence that ends the run, once validations have not got better for `validation.stop_after` of them."""
+        """Return the sentence that ends the run after `validation.stop_after` validations without improvement."""
         limit = self._config.validation.stop_after
         if limit is None or self._since < limit:
             return None

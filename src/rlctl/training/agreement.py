@@ -25,7 +25,7 @@ def precision_of(config: RlctlConfig, dtype: str) -> str:
 
 
 def error_limit(config: RlctlConfig, dtype: str) -> float:
-    """Return the mean absolute difference that stops a run in which all tokens are sampled from."""
+    """Return the mean absolute difference that stops a run that samples from all tokens."""
     return config.checks.largest_difference or LIMITS[precision_of(config, dtype)][1]
 
 

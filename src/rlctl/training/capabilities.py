@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlctl.training.running_parts import Critic, CriticSettings
 
 PassBefore = tuple[TrainBatch, MicroBatchLoss, Callable[[Sequence[MinibatchResult]], None]]
-"""A batch, what is computed of it, and the function that takes the results."""
+"""A batch, the pass's outputs, and the function that receives the results."""
 
 
 class SampledByEngines(ABC):
@@ -63,7 +63,7 @@ class PassBeforeStep(ABC):
 
     @abstractmethod
     def before_training(self, batch: TrainBatch) -> PassBefore:
-        """Return the batch of the pass, what is computed of it, and the function that takes the results."""
+        """Return the batch of the pass, its outputs, and the function that receives the results."""
 
 
 class PrecomputesReference(ABC):

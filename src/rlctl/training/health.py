@@ -16,7 +16,7 @@ LEAST_CARRIED = 0.5
 
 
 class Health:
-    """Counts steps in a row in which nothing was learned."""
+    """Counts consecutive steps without learning."""
 
     def __init__(self, checks: ChecksConfig) -> None:
         self.checks = checks

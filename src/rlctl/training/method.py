@@ -80,7 +80,7 @@ class Learns(ABC):
 
 
 class Feeds(ABC):
-    """The data of a method: its rows, the batches made of them, its validation, and the work that a batch makes."""
+    """The data of a method: its rows, their batches, its validation, and the work of a batch."""
 
     command: ClassVar[str] = ""
     """NAME of the command `rlctl train NAME`."""
@@ -120,7 +120,7 @@ class Method(Learns, Feeds):
     """A training method with its configuration."""
 
     user_loss: UserLoss | None = None
-    """A user's loss, computed in place of `token_loss`."""
+    """A user's loss, which replaces `token_loss`."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -128,7 +128,7 @@ class Method(Learns, Feeds):
         """Factory that makes the same method in another process."""
 
     def use(self, loss: UserLoss) -> None:
-        """Take a user's loss and its metrics in place of the method's own."""
+        """Replace the method's loss and metrics by a user's."""
         self.user_loss = loss
         self.metrics = tuple(Metric(name, "mean", curve=name) for name in loss.names or ())
 

@@ -25,7 +25,7 @@ class TrainedPolicy(Protocol):
     """The policy of a run that can be started again."""
 
     def lost(self) -> RlctlError | None:
-        """Return what is wrong with its processes; None: nothing is."""
+        """Return the fault of its processes; None: there is none."""
         ...
 
     def end(self) -> None:
@@ -37,7 +37,7 @@ class TrainedPolicy(Protocol):
         ...
 
     def rejoin(self, version: int) -> None:
-        """Bring its weights into the engines, where there are some."""
+        """Bring its weights into the engines, if there are any."""
 
     def take_turn(self) -> None:
         """Let it compute, where it shares devices with engines."""
@@ -74,7 +74,7 @@ class NoRecovery:
         """Take note of a batch that the weights of `version` were trained on after `step` steps."""
 
     def metrics(self) -> dict[str, Any]:
-        """Return what a step's metrics say of the losses in it."""
+        """Return the metrics of a step's policy losses."""
         return {}
 
 
@@ -82,14 +82,14 @@ class Recovery(NoRecovery):
     """Repeats parts of a step whose policy was lost, after it was brought back."""
 
     def __init__(self, policy: TrainedPolicy, saver: Saver, limit: int, tell: Callable[[str], None]) -> None:
-        """At most `limit` losses of the policy are made good; `tell` reports each with its cause."""
+        """Recover from at most `limit` losses of the policy; `tell` receives each with its cause."""
         self._policy, self._saver, self._limit, self._tell = policy, saver, limit, tell
         self._restarts = 0
         self._since: list[Trained] = []
         self._causes: list[str] = []
 
     def trained(self, step: int, version: int, batch: Batch) -> None:
-        """Keep the batch, and drop those that the newest checkpoint was trained on."""
+        """Keep the batch, and drop the batches that the newest checkpoint contains."""
         self._since = [one for one in self._since if one.step >= self._saver.saved]
         self._since.append(Trained(step, version, batch))
 

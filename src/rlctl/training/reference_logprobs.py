@@ -39,7 +39,7 @@ def precompute_reference(
         lacking = [row for row in rows if reference_key(row) not in known and not stream.brings_reference(row)]
         for first in range(0, len(lacking), rows_at_once):
             known |= _computed(policy, method, stream, lacking[first : first + rows_at_once])
-            if first % (KEPT_EVERY * rows_at_once) == 0:  # a run that is stopped here goes on from what is written
+            if first % (KEPT_EVERY * rows_at_once) == 0:  # a stopped run resumes from the written part
                 write_json(path, stored)
         stream.reference = known
     write_json(path, stored)

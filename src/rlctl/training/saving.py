@@ -1,4 +1,4 @@
-"""When a run saves, and which checkpoint it goes on from: written while training goes on, damaged ones passed over."""
+"""When a run saves, and which checkpoint it resumes: written during training, damaged ones skipped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_SHARE = 0.05
 KEPT = 2
 """Checkpoints that are kept where they are saved by time."""
 END_LIMIT_S = 120.0
-"""Longest time that the end of a run waits for a save under way, whatever ended it."""
+"""Timeout for an unfinished save at the end of a run."""
 AT_ONCE_S = 3.0
 """The same where the user asked twice to stop."""
 
@@ -39,7 +39,7 @@ class Saver:
         config: RlctlConfig,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`tell` reports checkpoints that cannot be removed."""
+        """`tell` receives checkpoints that cannot be removed."""
         options = config.run
         self.run, self.policy, self.config = run, policy, options
         self._limit_s, self._tell = config.cluster.step_limit_s, tell
@@ -65,7 +65,7 @@ class Saver:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Take the time of the block, in which the steps stand still, as what a save costs."""
+        """Measure how long the block stops training."""
         started = time.monotonic()
         yield
         self._since = time.monotonic()
@@ -146,7 +146,7 @@ class Saver:
             self._begun = 0
 
     def close(self, tell: Callable[[str], None], *, at_once: bool = False) -> None:
-        """Wait for the save under way (`at_once`: seconds) at the end of a run; `tell` reports a loss."""
+        """Wait for the save under way (`at_once`: seconds) at the end of a run; `tell` receives a loss."""
         if self._under_way is None:
             return
         checkpoint = f"checkpoint of step {self._begun}"

@@ -69,8 +69,8 @@ def column(sequences: Sequence[Lengths | WeightedRollout], name: str) -> np.ndar
 
 
 def optimizer_metrics(results: Sequence[MinibatchResult]) -> dict[str, Any]:
-    """Return the metrics of a batch's optimizer steps, if any: mean loss of those taken, gradient norm of the last of
-    them."""
+    """Return the metrics of a batch's optimizer steps, if any: mean loss of the steps, gradient norm of the last
+    one."""
     if not results:
         return {}
     taken = [result for result in results if not result.skipped] or results[-1:]

@@ -33,7 +33,7 @@ class TextValidation(Validation):
         sync: WeightSync | None,
         refitted: Callable[[RefitReport], None],
     ) -> None:
-        """`sync` None: there are no engines. `refitted` is told of their first weights."""
+        """`sync` None: there are no engines. `refitted` receives their first weights."""
         super().__init__(config, LOSS, (data.fingerprint, len(data.rows)))
         self._policy, self._method, self._data, self._sync = policy, method, data, sync
         self._texts = config

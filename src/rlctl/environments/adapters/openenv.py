@@ -41,7 +41,7 @@ class OpenEnv:
         await self.socket.send_json({"type": kind, "data": data})
         found = await self.socket.receive_json()
         said = found["data"]
-        if found["type"] == "error" and kind == "step":  # the model may read what it has done wrong
+        if found["type"] == "error" and kind == "step":  # the model may read its mistake
             return Step(f"Error: {said.get('message')}", metrics={"refused_actions": 1.0})
         if found["type"] == "error":
             hint = " (raise max_concurrent_envs of the server)" if said.get("code") == "CAPACITY_REACHED" else ""

@@ -11,8 +11,8 @@ from rlctl.environments.builtin.program import Program
 
 
 class Verifiers(Program):
-    """An installed environment of Prime's `verifiers`, by its name, in the Python that has it (`python`). Its own data
-    are the tasks, of which the seed chooses one; `arguments` are those of its `load_environment`."""
+    """An installed environment of Prime's `verifiers`, by name, in the Python that has it (`python`). Its data are the
+    tasks, and the seed chooses one; `arguments` go to its `load_environment`."""
 
     def __init__(self, environment: str, python: str = "python", arguments: Mapping[str, Any] | None = None) -> None:
         script = Path(__file__).with_name("verifiers_program.py")

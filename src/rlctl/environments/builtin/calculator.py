@@ -20,8 +20,8 @@ CALL = re.compile(r"<calc>\s*(\d{1,12})\s*\+\s*(\d{1,12})")
 
 
 class Calculator:
-    """A sum of two numbers of `digits` digits, or that of the row's `prompt` and `answer`. At most `calls` calls are
-    answered. The reward is 1 where the last number that is said without a call is the sum."""
+    """A sum of two numbers of `digits` digits, or of the row's `prompt` and `answer`. At most `calls` calls are
+    answered. The reward is 1 if the last number in a message without a call is the sum."""
 
     stop = ("</calc>",)
 

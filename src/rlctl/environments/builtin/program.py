@@ -29,7 +29,7 @@ OVER = "context_length_exceeded"
 
 
 class Program:
-    """Starts `command` for each episode and answers what it asks; `variables` are added to its environment."""
+    """Starts `command` for each episode and answers its requests; `variables` are added to its environment."""
 
     def __init__(self, command: str | Sequence[str], variables: Mapping[str, str] | None = None) -> None:
         self.command = shlex.split(command) if isinstance(command, str) else list(command)
@@ -40,7 +40,7 @@ class Program:
         """One question at a time: its answer reveals whether it continues the previous one."""
         self.answering: Answered | None = None
         self.said: list[Message] = []
-        """The conversation that the model knows, as the program has it."""
+        """The conversation as the program has it."""
         self.tools: Any = None
         """The tools that the model was shown in it."""
         self.over = False
@@ -87,7 +87,7 @@ class Program:
 
     @property
     def reward_parts(self) -> dict[str, float]:
-        """The parts of the reward, where the program says of which it is the sum (`reward_components`)."""
+        """The parts of the reward, if the program lists them (`reward_components`)."""
         return {str(name): float(part) for name, part in (self.result.get("reward_components") or {}).items()}
 
     async def close(self) -> None:
@@ -152,7 +152,7 @@ class Program:
         )
         found = await self._answer(ask)
         answers = [found]
-        while len(answers) < (asked.get("n") or 1):  # each goes on from the same tokens, in a context of its own
+        while len(answers) < (asked.get("n") or 1):  # each continues from the same tokens, in a separate context
             answers.append(await self._answer(replace(ask, tokens=found["prompt_tokens"])))
         choices, said = [], []
         for index, one in enumerate(answers):

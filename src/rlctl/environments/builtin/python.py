@@ -86,7 +86,7 @@ class Python:
         worth = float(right) if self.all_or_nothing else share
         done = right or self.made == self.attempts
         first = next(filter(None, failures), "")
-        # The sum of an episode's rewards is what its last program is worth, whatever ends it.
+        # The sum of an episode's rewards is its last program's reward, for any ending.
         reward, self.rewarded = worth - self.rewarded, worth
         metrics = {"programs": float(program is not None), "right": float(right)}
         return Step("" if done else f"{first[:SHOWN]}\n\nCorrect the program.", reward, done, metrics=metrics)

@@ -72,7 +72,8 @@ class Wordle:
 
 
 def marks(guess: str, word: str) -> str:
-    """Return G, Y or - for each letter. None is marked more often than the word has it, and those in place go first."""
+    """Return G, Y or - for each letter. No letter is marked more often than the word has it; letters in place come
+    first."""
     left = Counter(b for a, b in zip(guess, word, strict=True) if a != b)
     found = ""
     for a, b in zip(guess, word, strict=True):

@@ -60,7 +60,7 @@ def require_advantages(algorithm: HasAdvantages, generations: int, what: str) ->
 
 
 def _wrong(advantages_G: Any, count: int) -> str | None:
-    """Return what is there in place of an array of `count` finite numbers; None: it is one."""
+    """Return a description of a result that is no array of `count` finite numbers; None: it is one."""
     try:
         values_G = np.asarray(advantages_G, dtype=np.float64)
     except (TypeError, ValueError, RuntimeError):

@@ -109,9 +109,8 @@ class Algorithm(RolloutMethod):
         """Return the advantage of each rollout of a group; float64 [G]."""
 
     def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
-        """Return the advantages [G] of each group of a step's batch. An algorithm that compares rollouts of several
-        prompts replaces this; here it is `advantages` of each group, and what the section `advantage` says of terms
-        and of the batch."""
+        """Return the advantages [G] of each group of a step's batch: `advantages` of each group, then the section
+        `advantage` for terms and batch. An algorithm that compares rollouts of several prompts replaces this."""
 
         compared = [self.compared(group) for group in groups]
         by_values = iter(self._among_applying([values_G for pairs in compared for _, values_G in pairs]))
@@ -152,8 +151,8 @@ class Algorithm(RolloutMethod):
         return advantages_P_G if low is high is None else [np.clip(one, low, high) for one in advantages_P_G]
 
     def compared(self, group: RolloutGroup) -> list[tuple[float, np.ndarray]]:
-        """Return what the rollouts of a group are compared by, as (weight, values [G]): their `scores` with shift, with
-        the factor of cut rollouts, and with what lengths cost, which `advantage.per_term` compares by itself."""
+        """Return the values that a group's rollouts are compared by, as (weight, values [G]): their `scores` with
+        shift, the factor of cut rollouts, and the cost of lengths, which `advantage.per_term` compares separately."""
         penalties_G, factor, factor_G = self.length_penalties(group), self.config.reward.truncated_factor, np.float64(1)
         if factor != 1.0:
             factor_G = np.where([one.truncated for one in group.rollouts], factor, 1.0)
@@ -185,7 +184,7 @@ class Algorithm(RolloutMethod):
         names = group.rollouts[0].terms
         terms = {source.label: source.reward.terms for source in source_settings(self.config)}
         weights = [term.weight for term in terms[group.prompt.source]]
-        weights += [1.0] * (len(names) - len(weights))  # a task's own scorer, and what an environment gives
+        weights += [1.0] * (len(names) - len(weights))  # a task's scorer, or an environment's reward
         terms_G = (np.array([rollout.terms[name] for rollout in group.rollouts], dtype=np.float64) for name in names)
         return [pair for pair in zip(weights, terms_G, strict=False) if not np.isnan(pair[1]).all()]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CispoLoss(RatioBounds, PolicyLoss):
-    """The policy loss of CISPO, its KL penalty, and the correction for what the engine computes differently."""
+    """The policy loss of CISPO, its KL penalty, and the correction for the engine's numerical differences."""
 
 
 class CispoConfig(AlgorithmConfig):

@@ -46,7 +46,7 @@ class Critic:
         self._config, self._policy, self._ranks = config, policy, cast(WorkerGroup[CriticWorker], policy.group)
 
     def alone(self, step: int) -> bool:
-        """Return whether the critic warms up in `step` (from 0), in which the policy is not trained."""
+        """Return whether `step` (from 0) trains the critic alone."""
         return step < self._config.critic.warmup_steps
 
     def train(self, step: int, minibatches: int) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class TopTokens(Section):
     """The divergence from a teacher over its most likely tokens."""
 
     weight: PositiveNumber = 1.0
-    """Weight of what is learned from the teacher."""
+    """Weight of the teacher's term."""
     top_k: Annotated[int, Field(gt=0, le=2**20)] = 64
     """Number of the teacher's most likely tokens that are compared at each position; all tokens of a smaller
     vocabulary."""
@@ -105,7 +105,7 @@ class Distillation(Grpo):
 
     @property
     def learns_without_advantage(self) -> bool:
-        """The teacher says something of every token, whatever its reward is."""
+        """The teacher scores every token, for any reward."""
         return True
 
     def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
@@ -153,7 +153,7 @@ def top_kl(batch: TokenBatch, o: TopTokens) -> torch.Tensor:
     def completed(logprobs_RK: torch.Tensor) -> torch.Tensor:
         if o.outside != "tail":
             return torch.log_softmax(logprobs_RK, -1)
-        # Where rounding leaves the other tokens nothing, they have the least that the precision can tell from it.
+        # If rounding leaves nothing for the other tokens, they get the smallest share that the precision resolves.
         rest_R = (1 - logprobs_RK.exp().sum(-1)).clamp(min=torch.finfo(logprobs_RK.dtype).eps)
         return torch.cat([logprobs_RK, rest_R.log()[:, None]], -1)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class DppoLoss(PolicyLoss):
-    """The policy loss of DPPO, its KL penalty, and the correction for what the engine computes differently."""
+    """The policy loss of DPPO, its KL penalty, and the correction for the engine's numerical differences."""
 
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.15
     """Largest divergence of tokens that become less likely."""
@@ -43,7 +43,7 @@ class DppoConfig(AlgorithmConfig):
 
 
 class Dppo(PolicyGradient):
-    """A surrogate without clipping, on the tokens whose distribution is close to the one that sampled."""
+    """A surrogate without clipping, on tokens with a distribution close to the sampling one."""
 
     Config = DppoConfig
     config: DppoConfig

@@ -148,7 +148,7 @@ def penalized(
     batch: TokenBatch | ValueBatch,
     options: PolicyLoss,
 ) -> torch.Tensor:
-    """Return advantages [R] less the KL penalties of each token and of those that follow it, of the policy that sampled
+    """Subtract from the advantages [R] the KL penalties of each token and its successors, under the sampling policy
     (`logprobs_R`)."""
     penalty_R = kl_penalty(logprobs_R, reference_logprobs_R, options.kl_estimator, options.kl_cap)
     to_go_R = sums_to_go(torch.where(batch.counted_R, penalty_R, 0.0), batch.rollout_R)

@@ -176,12 +176,12 @@ class DualClip(Section):
 
 
 class LossConfig(DualClip, RatioBounds, PolicyLoss):
-    """The clipped policy loss, its KL penalty, and the correction for what the engine computes differently."""
+    """The clipped policy loss, its KL penalty, and the correction for the engine's numerical differences."""
 
 
 class CriticConfig(Section):
-    """The value model of `advantage.baseline=critic`, which ppo sets: how it learns, and how advantages are made of its
-    values. Betas and epsilon of its Adam, and what passes through to Megatron's, are those of `optimizer`."""
+    """The value model of `advantage.baseline=critic`, which ppo sets: its training, and the advantages from its values.
+    Betas and epsilon of its Adam, and options for Megatron's optimizer, come from `optimizer`."""
 
     lr: PositiveNumber = 1e-5
     """Learning rate of the critic; with a schedule its highest value."""
@@ -192,7 +192,7 @@ class CriticConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     """Learning rate and weight decay of the critic over the steps, with the keys of the section `scheduler`."""
     warmup_steps: NonNegative = 0
-    """Number of steps at the start of a run in which the critic alone is trained."""
+    """Number of first steps that train the critic alone."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount of a reward for each token that lies between."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95

@@ -1,4 +1,4 @@
-"""Advantages of tokens, from those of rollouts and the KL penalty in them: what the ranks compute before whitening."""
+"""Per-token advantages: rollout advantage minus KL penalty, computed on the ranks before whitening."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PenalizedAdvantages:
-    """From the advantages of rollouts to those of tokens on the ranks, where these are whitened with the KL penalty in
-    them: REINFORCE++ (arXiv 2501.03262) normalizes r - kl_coefficient * sum of KL_i over i >= t over the batch."""
+    """Computes per-token advantages with the KL penalty on the ranks, which whiten them: REINFORCE++ (arXiv 2501.03262)
+    normalizes r - kl_coefficient * sum of KL_i over i >= t over the batch."""
 
     config: AlgorithmConfig
     column: str = "reference_logprobs"
