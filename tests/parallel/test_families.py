@@ -3,6 +3,7 @@ gradients in float32."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -110,6 +111,20 @@ def test_one_process(pools: Pools, converted: Convert, family: str) -> None:
 def test_routers_weigh_experts_as_transformers_does(pools: Pools, converted: Convert, router: str) -> None:
     alone = router in ("one-expert", "one-softmax", "one-of-mixtral")  # a single expert's share is 1
     check(pools, converted, Cell(router, ParallelSpec()), ("mlp.gate.weight",) if alone else ())
+
+
+@pytest.mark.parametrize("parallel", [ParallelSpec(), ParallelSpec(pp=2)], ids=["one process", "two stages"])
+def test_layers_without_rotary_embedding(pools: Pools, tmp_path: Path, parallel: ParallelSpec) -> None:
+    """As in SmolLM3, whose weights are Llama's: its file, in `examples/extend`, adds only the fact."""
+    hf_model("smollm3").save_pretrained(tmp_path / "hf")
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    as_llama = written | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(as_llama))
+    hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    without = tuple(layer for layer, rotary in enumerate(written["no_rope_layers"]) if not rotary)
+    assert 0 < len(without) < written["num_hidden_layers"]
+    facts = replace(facts_from_hf_config(as_llama), no_rope_layers=without)
+    check(pools, lambda family: (tmp_path / "megatron" / "release", facts), Cell("smollm3", parallel))
 
 
 TP2, PP2, CP2 = ParallelSpec(tp=2), ParallelSpec(pp=2), ParallelSpec(cp=2)

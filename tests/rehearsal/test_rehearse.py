@@ -14,6 +14,7 @@ import pytest
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.prompts import open_prompts
 from rlctl.data.row_types import PROMPTS, PairRows, RowType, TextRows
+from rlctl.errors import InputError
 from rlctl.methods.configuration import resolve
 from rlctl.methods.kto import LabelRows
 from rlctl.models.catalog import entries
@@ -22,13 +23,15 @@ from rlctl.models.families import facts_from_hf_config
 from rlctl.preparation.prepare import Job, prepare_job
 from rlctl.rehearsal.row_checks import look_at_rows, look_at_run
 from rlctl.rehearsal.shrink import MOST_PROCESSES, small_parallel, usual_letter
-from rlctl.rehearsal.stand_ins import generated_rows
+from rlctl.rehearsal.stand_ins import generated_rows, write_model
 from rlctl.runs.directory import RunDirectory
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig
 from rlctl.tiny_models.text import FAMILIES, tiny_config, write_tiny_family
 from support.commands import Run, rlctl
+from support.engines import tiny_facts
 from support.image_recipes import write_image_recipe
+from support.plans import plan_of
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "nemo_rl"
 
@@ -138,6 +141,14 @@ def test_a_reward_that_fails_is_told_in_its_own_words(capsys: pytest.CaptureFixt
     assert "Qwen/Qwen3-8B" in found["stand_ins"]["model"]
     assert {change["key"]: change["now"] for change in found["shrunk"]}["batch.generations"] == 4
     assert "memory" in found["not_rehearsed"]
+
+
+def test_a_family_without_a_file_is_said_to_have_none(tmp_path: Path) -> None:
+    config = resolve(preset="laptop", environment={}).config
+    plan = plan_of(config, tiny_facts(tied=False))
+    with pytest.raises(InputError, match=r"A tiny GPT2LMHeadModel cannot be made .* have no file of this family"):
+        write_model(tmp_path / "tiny", config.model, plan, replace(plan.facts, family="GPT2LMHeadModel"))
+    assert not (tmp_path / "tiny").exists()
 
 
 def rehearsed(run_here: Run, *arguments: str) -> dict:

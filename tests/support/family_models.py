@@ -336,11 +336,15 @@ SEPARATE: dict[str, tuple[str, dict[str, Any]]] = {
 """Families without a file in `models/`, each rollout of which is a sequence of its own."""
 
 
+PACKAGED = {"smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": False})}
+"""Families whose file a package has (`examples/extend`)."""
+
+
 def configuration(family: str, vocab: int = VOCAB, **more: Any) -> tuple[str, Any]:
     """transformers' class of models and the configuration of a family; `more` is set in it."""
     import transformers
 
-    name, changes = (FAMILIES | ROUTERS | OTHERS | SEPARATE)[family]
+    name, changes = (FAMILIES | ROUTERS | OTHERS | SEPARATE | PACKAGED)[family]
     given = copy.deepcopy(BASE | changes | {"vocab_size": vocab} | more)  # a configuration may change what it is given
     text = "Text" if name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else ""
     values = {k: v for k, v in given.items() if v is not None or k == "q_lora_rank" or k == "sliding_window"}

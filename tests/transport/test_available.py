@@ -13,6 +13,7 @@ import pytest
 
 import rlctl
 from rlctl.errors import ConfigError, InputError
+from rlctl.methods.configuration import resolve
 from rlctl.transport.available import BUILT_IN, choose, names, storing, transport_facts
 from rlctl.transport.facts import Places, Rates
 from rlctl.transport.movers import Transport, transport
@@ -71,5 +72,9 @@ def test_a_name_that_nothing_brings_is_refused() -> None:
     with pytest.raises(InputError, match=r"No installed package brings 'pigeon' in rlctl\.transports"):
         transport_facts("pigeon")
     assert "pigeon" not in names()
+    known = "'auto', 'shared-memory', 'cuda-ipc', 'collective' or 'disk'"
+    with pytest.raises(ConfigError, match=rf"`refit\.mover` = 'pigeon' \(--set\): it should be {known}\."):
+        resolve(sets=["refit.mover=pigeon"], environment={})
+    assert resolve(sets=["refit.mover=auto"], environment={}).config.refit.mover == "auto"
     with pytest.raises(ConfigError, match=r"refit.mover = disk needs refit\.directory"):
         transport_facts("disk").require_directory(None)
