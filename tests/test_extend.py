@@ -38,7 +38,7 @@ from rlctl.refit.session import RefitSession
 from rlctl.refit.weight_sender import WeightSender
 from rlctl.rewards.user_function import user_scorer
 from rlctl.settings.generation import RefitConfig
-from rlctl.tiny_models.text import llama_config, tiny_config, write_tiny_model
+from rlctl.tiny_models.text import llama_config, tiny_config, write_tiny_model, write_tokenizer
 from rlctl.training.user_loss import UserLoss
 from rlctl.transport.available import transport_facts
 from rlctl.weights.vllm import VllmParallel
@@ -168,6 +168,30 @@ def test_the_family_has_a_tiny_model_for_a_rehearsal(installed: None, tmp_path: 
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert type(model).__name__ in families.family("smollm3").architectures
+
+
+@pytest.mark.slow
+def test_the_family_is_rehearsed(package: Path, tmp_path: Path) -> None:
+    """The published sizes, made small: vLLM's log-probs are Megatron's."""
+    from transformers import SmolLM3Config
+
+    (tmp_path / "config.json").write_text(json.dumps(written(SmolLM3Config())))
+    write_tokenizer(tmp_path)
+    words = ["--preset", "1node", "--model", str(tmp_path), "--backend", "megatron", "--json"]
+    done = rlctl(package, "rehearse", *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rehearsed"].keys() >= {"plan", "step 1", "step 2", "kill and resume", "export"}
+
+
+@pytest.mark.slow
+def test_the_transport_serves_real_engines(package: Path, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", llama_config(tied=False))
+    write_tokenizer(tmp_path / "model")
+    words = ["--model", str(tmp_path / "model"), "--gpu", "cpu", "--mover", "object-store", "--json"]
+    done = rlctl(package, "refit-test", *words, "--set", f"refit.directory=file://{tmp_path}/store")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["mover"], result["mismatched"], result["missing"]) == ("object-store", 0, 0)
 
 
 def test_the_transport_takes_weights_through_a_store(
