@@ -89,7 +89,7 @@ def key_rows(section: type[Section], prefix: str) -> Iterator[str]:
             yield from key_rows(inner, f"{prefix}.{key}")
             continue
         default = inline_yaml(TypeAdapter(Any).dump_python(field.default, mode="json"))
-        words = cell(type_words(field.annotation))
+        words = cell(" | ".join(schema().choices(f"{prefix}.{key}")) or type_words(field.annotation))
         yield f"| `{prefix}.{key}` | {words} | `{default}` | {cell(plain(field.description))} |"
 
 
@@ -103,6 +103,9 @@ SEAMS = {
     "rlctl.environments.interface": ("Environment", "Step", "Ask"),
     "rlctl.backends.lookup": ("PolicyBackend", "EngineBackend"),
     "rlctl.config.recipes": ("Importer", "Import", "Entry"),
+    "rlctl.models.families": ("Family",),
+    "rlctl.transport.facts": ("TransportFacts", "Places", "Rates", "Refusal"),
+    "rlctl.transport.movers": ("Transport", "Sender", "Receiver"),
 }
 """What parts of users derive from or fill in, next to the names of `rlctl`."""
 

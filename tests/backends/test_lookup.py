@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +113,10 @@ def test_a_fact_that_a_backend_does_not_read_is_refused() -> None:
     @dataclass(frozen=True)
     class Capped(ModelFacts):
         logit_cap: float | None = None
+        gates: tuple[str, ...] = field(default_factory=tuple)
 
     plain = tiny_facts(tied=False)
-    spec = PolicySpec(Capped(**{field.name: getattr(plain, field.name) for field in fields(plain)}))
+    spec = PolicySpec(Capped(**{one.name: getattr(plain, one.name) for one in fields(plain)}))
     for name in ("megatron", "dtensor"):
         policy_backend(name).require(spec)  # the default: nothing to compute
     capped = replace(spec, facts=replace(spec.facts, logit_cap=30.0))
@@ -128,7 +129,7 @@ def test_a_fact_that_a_backend_does_not_read_is_refused() -> None:
 def test_each_fact_that_megatron_declares_stands_in_its_code() -> None:
     reads = policy_backend("megatron").reads
     assert reads is not None
-    assert reads <= {field.name for field in fields(ModelFacts)}
+    assert reads <= {one.name for one in fields(ModelFacts)}
     source = Path(lookup.__file__).parents[1]
     places = [*source.glob("backends/megatron/*.py"), *source.glob("weights/*.py"), source / "models" / "facts.py"]
     code = "\n".join(path.read_text() for path in places)

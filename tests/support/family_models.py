@@ -336,7 +336,7 @@ SEPARATE: dict[str, tuple[str, dict[str, Any]]] = {
 """Families without a file in `models/`, each rollout of which is a sequence of its own."""
 
 
-PACKAGED = {"smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": False})}
+PACKAGED = {"smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0, "tie_word_embeddings": False})}
 """Families whose file a package has (`examples/extend`)."""
 
 

@@ -4,7 +4,7 @@ are imported on demand. `register_backend` and entry points of installed package
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,8 +56,9 @@ class PolicyBackend:
         """Raise ConfigError for a combination that it does not support, or a fact of the model that it does not
         read."""
         for field in fields(spec.facts) if self.reads is not None else ():
-            value = getattr(spec.facts, field.name)
-            if field.name not in (self.reads or ()) and value != field.default:
+            value, usual = getattr(spec.facts, field.name), field.default
+            usual = field.default_factory() if field.default_factory is not MISSING else usual
+            if field.name not in (self.reads or ()) and value != usual:
                 raise ConfigError(
                     f"model.name: a {spec.facts.family} with {field.name} = {value!r} is refused: the backend "
                     f"{self.name} computes without regard to {field.name}.",
