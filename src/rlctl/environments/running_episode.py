@@ -118,10 +118,10 @@ class RunningEpisode:
         if role == "user":  # in one message, since some templates require alternating roles
             answers, names = [joined(answers)], ()
         messages = [{"role": role, "content": content} for content in answers]
-        named = (
+        named_messages = (
             [{**message, "name": name} for message, name in zip(messages, names, strict=True)] if names else messages
         )
-        return Reply(_with_images(named), stop=self._stop, calls=made, broken=broken)
+        return Reply(_with_images(named_messages), stop=self._stop, calls=made, broken=broken)
 
     def _reply(self, step: Step) -> Reply:
         stop = self._stop if step.stop is None else _stops(step.stop)
@@ -138,8 +138,8 @@ def readable_calls(text: str, form: str, tools: Sequence[Mapping[str, Any]], *, 
     return [] if any(call.broken for call in calls) else [typed(call, schemas) for call in calls]
 
 
-async def _called(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    result = function(*arguments, **named)
+async def _called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    result = function(*arguments, **keywords)
     return await result if inspect.isawaitable(result) else result
 
 
@@ -243,18 +243,18 @@ def _checked(ask: Ask) -> Ask:
     return replace(ask, messages=_with_images(messages), tools=_plain(ask.tools), stop=_stops(ask.stop))
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: Any, description: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not abs(number) <= LARGEST_REWARD:
-        raise ValueError(f"{what} is {value!r:.80}, and has to be a number between ±{LARGEST_REWARD:g}")
+        raise ValueError(f"{description} is {value!r:.80}, and has to be a number between ±{LARGEST_REWARD:g}")
     return number
 
 
-def _numbers(named: Any) -> dict[str, float]:
-    return {str(name): _number(value, f"the metric {name!r}") for name, value in dict(named or {}).items()}
+def _numbers(values: Any) -> dict[str, float]:
+    return {str(name): _number(value, f"the metric {name!r}") for name, value in dict(values or {}).items()}
 
 
 def _stops(stop: Any) -> tuple[str, ...]:

@@ -338,7 +338,7 @@ def _allows(schema: Mapping[str, Any], value: Any) -> bool:
         return False
 
 
-def schema_of(function: Callable[..., Any], named: str) -> dict[str, Any]:
+def schema_of(function: Callable[..., Any], tool_name: str) -> dict[str, Any]:
     """Return a tool's JSON schema; `named` names it in messages. Raises InputError for missing hints or docstring."""
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -350,7 +350,7 @@ def schema_of(function: Callable[..., Any], named: str) -> dict[str, Any]:
         schema = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException, NameError, TypeError) as error:
         raise InputError(
-            f"Tool {named} has no schema: {first_line(error).rstrip('.!')}.",
+            f"Tool {tool_name} has no schema: {first_line(error).rstrip('.!')}.",
             "A tool has a type hint for each argument, and a docstring with an `Args:` section that describes each.",
         ) from error
     schema["function"].pop("return", None)  # call formats have no place for it
@@ -392,7 +392,7 @@ def format_of(render: Callable[[Sequence[Message]], str], ends: Sequence[str]) -
     """Return the format of a template from a rendered call, or from its instructions; None: unknown. `ends`: texts of
     special tokens."""
     user = {"role": "user", "content": "?"}
-    failure, shown = None, False
+    failure, visible = None, False
     for arguments in (SAMPLE.arguments, json.dumps(SAMPLE.arguments)):  # some templates accept only text
         function = {"name": SAMPLE.name, "arguments": arguments}
         call = {"id": "call00000", "type": "function", "function": function}
@@ -401,10 +401,10 @@ def format_of(render: Callable[[Sequence[Message]], str], ends: Sequence[str]) -
         except InputError as error:
             failure = failure or error
             continue
-        shown = shown or SAMPLE.name in written
+        visible = visible or SAMPLE.name in written
         if name := _format_read(written, render([user, {"role": "assistant", "content": "#"}]), ends):
             return name
-    if shown:  # in an unknown format
+    if visible:  # in an unknown format
         return None
     instructions = render([user])
     marked = (name for name, form in FORMATS.items() if form.marked and re.search(form.opening, instructions))

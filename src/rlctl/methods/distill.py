@@ -110,14 +110,14 @@ class Distill(Sft):
         return options.weight * divergence_R - options.sft_weight * batch.logprobs_R
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
-        own = super().measure(batch)
+        metrics = super().measure(batch)
         if not self.config.teacher.own_tokenizer:
-            return {**of_top(batch, self.config.distillation), **own}
-        return {"top_kl": self._divergence(batch), "aligned": batch.extra_R[CHUNK] >= 0, **own}
+            return {**of_top(batch, self.config.distillation), **metrics}
+        return {"top_kl": self._divergence(batch), "aligned": batch.extra_R[CHUNK] >= 0, **metrics}
 
     def _divergence(self, batch: TokenBatch) -> torch.Tensor:
-        own = self.config.teacher.own_tokenizer
-        return (chunk_kl if own else top_kl)(batch, self.config.distillation)
+        own_tokenizer = self.config.teacher.own_tokenizer
+        return (chunk_kl if own_tokenizer else top_kl)(batch, self.config.distillation)
 
 
 def _balance(divergence_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:

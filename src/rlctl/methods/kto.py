@@ -73,7 +73,7 @@ class LabelRows(RowType):
     ) -> tuple[TrainedText, ...]:
         assert other is not None  # `needs_another`
         # one by one: a text does not depend on whether the other row's completion has a thought
-        return tuple(trained_texts(encoder, replace(row, answer=one.answer[:1]))[0] for one in (row, other))
+        return tuple(trained_texts(encoder, replace(row, answer=text_row.answer[:1]))[0] for text_row in (row, other))
 
 
 class KtoSettings(Section):
@@ -132,7 +132,7 @@ class Kto(TextMethod, PassBeforeStep):
     def before_training(self, batch: TrainBatch) -> PassBefore:
         texts = [*batch.skipped, *(text for minibatch in batch.minibatches for text in minibatch)]
         others = tuple(text._replace(token_weight=1.0) for text in texts if text.sample == 1)
-        columns = {one.position: batch.columns[one.position] for one in others}
+        columns = {text.position: batch.columns[text.position] for text in others}
         return TrainBatch((others,), columns), _Divergence(), self._take_divergence
 
     def _take_divergence(self, results: Sequence[MinibatchResult]) -> None:
@@ -152,7 +152,7 @@ class Kto(TextMethod, PassBeforeStep):
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
         good_N, logps_N = self._good(batch), _summed(batch.logprobs_R, batch)
         rewards_N, present_N = self.config.preference.beta * _ratios(batch), _tokens(batch) > 0
-        found = {
+        metrics = {
             GOOD: good_N & present_N,
             BAD: ~good_N & present_N,
             "rewards/chosen": rewards_N * good_N,
@@ -160,7 +160,7 @@ class Kto(TextMethod, PassBeforeStep):
             "logps/chosen": logps_N * good_N,
             "logps/rejected": logps_N * ~good_N,
         }
-        spread = {name: _spread(values_N, batch) for name, values_N in found.items()}
+        spread = {name: _spread(values_N, batch) for name, values_N in metrics.items()}
         return spread | {"kl": batch.logprobs_R.new_tensor(self.z0)}
 
     def _good(self, batch: TokenBatch) -> torch.Tensor:

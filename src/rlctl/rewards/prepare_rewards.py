@@ -201,8 +201,10 @@ def tried_again(plan: RewardPlan) -> list[str]:
         for name, value in now.scores.items():
             if value != before.scores[name]:
                 gives, gave = ("no score" if score is None else f"{score:g}" for score in (value, before.scores[name]))
-                shown = textwrap.shorten(repr(now.completion), 60, placeholder=" ...")
-                notes.append(f"{name} gives {gives} to {shown} ({now.where}), and gave {gave} where rlctl was started")
+                excerpt = textwrap.shorten(repr(now.completion), 60, placeholder=" ...")
+                notes.append(
+                    f"{name} gives {gives} to {excerpt} ({now.where}), and gave {gave} where rlctl was started"
+                )
     return notes
 
 
@@ -265,12 +267,12 @@ def _notes_of_references(plan: RewardPlan, source: PromptSource, score: Scoring)
     total = f"{tried_rows:,} rows" if tried_rows == len(source) else f"{tried_rows:,} rows tried of {len(source):,}"
     for number, wrong_rows in wrong.items():
         if wrong_rows:
-            shown = sorted(wrong_rows, key=lambda wrong_row: wrong_row[0].index)[:SHOWN_ROWS]
+            examples = sorted(wrong_rows, key=lambda wrong_row: wrong_row[0].index)[:SHOWN_ROWS]
             yield (
                 f"note: {plan.scorers[number]} calls the reference answers of {len(wrong_rows):,} of the "
                 f"{total} wrong, so these rows can never be right: "
-                f"{'; '.join(_shown(row, result) for row, result in shown)}"
-                f"{'; ...' if len(wrong_rows) > len(shown) else ''}"
+                f"{'; '.join(_shown(row, result) for row, result in examples)}"
+                f"{'; ...' if len(wrong_rows) > len(examples) else ''}"
             )
 
 

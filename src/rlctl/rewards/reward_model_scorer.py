@@ -35,9 +35,9 @@ def reward_model(name: str) -> Path:
     labels = len(config["id2label"]) if "id2label" in config else config.get("num_labels", 2)
     classes = config.get("architectures") or [""]
     if not classes[0].endswith("ForSequenceClassification") or labels != 1:
-        what = f"a {classes[0]} with {labels} labels" if classes[0].endswith("Classification") else classes[0]
+        kind = f"a {classes[0]} with {labels} labels" if classes[0].endswith("Classification") else classes[0]
         raise InputError(
-            f"Reward {name!r}: {model.directory} is not a reward model, but {what or 'a model without a class'}.",
+            f"Reward {name!r}: {model.directory} is not a reward model, but {kind or 'a model without a class'}.",
             "A reward model is a ...ForSequenceClassification with one label; `rlctl train rm` makes one.",
         )
     return model.directory.absolute()

@@ -115,7 +115,7 @@ class RewardWorker:
         return written, columns
 
     def score(
-        self, requests: Sequence[ScoreRequest], given: Sequence[Sequence[float | str]] | None = None
+        self, requests: Sequence[ScoreRequest], references: Sequence[Sequence[float | str]] | None = None
     ) -> list[GroupScores]:
         """Return scores by group in the order of `requests`; errors as in `ScoringProcess.score`. `given`: the reward
         model's values, or why a text is unreadable."""
@@ -136,8 +136,8 @@ class RewardWorker:
             scores = iter(process.score(work) if process is not None and work else ())
             for i, group in texts.items():
                 by_scorer = {name: list(islice(scores, len(group))) for name in scorers}
-                if model is not None and given is not None:
-                    by_scorer[model] = [_given(plan, value) for value in given[i]]
+                if model is not None and references is not None:
+                    by_scorer[model] = [_given(plan, value) for value in references[i]]
                 in_order = [by_scorer[name] for name in plan.scorers]
                 results[i] = self._group_scores(plan, requests[i], group, in_order)
 
@@ -154,9 +154,11 @@ class RewardWorker:
         self, plan: RewardPlan, request: ScoreRequest, texts: Sequence[str], scores_by_scorer: list[list[Score]]
     ) -> GroupScores:
         """Return the scores of a group; the first failure of each scorer is logged."""
-        named = list(zip(plan.scorers, scores_by_scorer, strict=True))
-        values = {name: tuple(score.value for score in scores) for name, scores in named}
-        failed = {name: [score.failure for score in scores if score.failure is not None] for name, scores in named}
+        scorer_scores = list(zip(plan.scorers, scores_by_scorer, strict=True))
+        values = {name: tuple(score.value for score in scores) for name, scores in scorer_scores}
+        failed = {
+            name: [score.failure for score in scores if score.failure is not None] for name, scores in scorer_scores
+        }
         for name, failures in failed.items():
             if failures and name not in self._logged:
                 self._logged.add(name)

@@ -180,11 +180,11 @@ class ScoringProcess:
                 mine = deque(todo.popleft() for _ in range(min(batch, len(todo))))
             if not mine:
                 return
-            asked = False
+            waiting = False
             while mine:
-                if not asked:
+                if not waiting:
                     lane.ask([work[number] for number in mine], limit_s)
-                    asked = True
+                    waiting = True
                 left_s = deadline + lane.starting_s - before_s - time.monotonic()
                 if left_s <= 0:
                     lane.server.close()
@@ -194,9 +194,9 @@ class ScoringProcess:
                 except TimeoutError:
                     if left_s < BUILT_IN_LIMIT_S:
                         return
-                    outcome, asked = Score(0.0, f"no answer within {BUILT_IN_LIMIT_S:.0f} s"), False
+                    outcome, waiting = Score(0.0, f"no answer within {BUILT_IN_LIMIT_S:.0f} s"), False
                 except EndedError as ended:
-                    asked = False
+                    waiting = False
                     if died_at != mine[0]:
                         died_at = mine[0]
                         continue
@@ -218,7 +218,7 @@ class ScoringProcess:
         lane.start()
         before_s, deadline = lane.starting_s, time.monotonic() + self.plan.timeout_s
         # Batch functions come first: if a later function hangs and its process restarts, they are not called again.
-        todo, asked = deque(sorted(numbers, key=lambda number: work[number].scorer not in lane.together)), False
+        todo, waiting = deque(sorted(numbers, key=lambda number: work[number].scorer not in lane.together)), False
         while todo:
             number, piece, done = todo[0], work[todo[0]], len(numbers) - len(todo)
             left_s = deadline + lane.starting_s - before_s - time.monotonic()
@@ -227,16 +227,16 @@ class ScoringProcess:
                 lane.server.close()
                 scores.update({late: self._failed(self._out_of_time(work[late], done, len(numbers))) for late in todo})
                 return
-            if not asked:
+            if not waiting:
                 lane.ask([work[number] for number in todo], None)
-                asked = True
+                waiting = True
             try:
                 outcome = lane.next(left_s if whole else CALL_SHARE * left_s)
             except TimeoutError:
                 late = self._out_of_time(piece, done, len(numbers))
                 if whole:
                     raise late from None
-                outcome, asked = self._failed(late), False
+                outcome, waiting = self._failed(late), False
             except EndedError as ended:
                 memory = f" {SHORT_OF_MEMORY}" if str(ended) == "signal 9" else ""
                 raise WorkerError(
@@ -359,5 +359,5 @@ def _score_together(scorer: BatchScorer, work: Sequence[Work]) -> Iterator[Score
 
 def _naming_completion(error: RlctlError, work: Work) -> RlctlError:
     text, half = repr(work.completion), SHOWN_CHARACTERS // 2
-    shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
-    return type(error)(f"{error.message} The completion was {shown}.", error.hint)
+    excerpt = text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+    return type(error)(f"{error.message} The completion was {excerpt}.", error.hint)

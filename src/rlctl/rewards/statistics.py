@@ -94,22 +94,22 @@ def metrics_of(
     """Return `mean@n`, `pass@k`, with several samples `majority@n`, and with partial credit `score@n`. `judged`: a
     scorer decides which answers are right; else `score@n` comes first. Raises ValueError if k exceeds n."""
     n = len(prompts_P[0])
-    score = {f"score@{n}": lambda samples: float(np.mean([one.score for one in samples]))}
+    score = {f"score@{n}": lambda samples: float(np.mean([sample.score for sample in samples]))}
     values: dict[str, Callable[[Sequence[Sampled]], float]] = {} if judged else {**score}
-    values[f"mean@{n}"] = lambda samples: float(np.mean([one.right for one in samples]))
+    values[f"mean@{n}"] = lambda samples: float(np.mean([sample.right for sample in samples]))
     for k in ks:
-        values[f"pass@{k}"] = lambda samples, k=k: pass_at_k(n, sum(one.right for one in samples), k)
+        values[f"pass@{k}"] = lambda samples, k=k: pass_at_k(n, sum(sample.right for sample in samples), k)
     if n > 1:
         values[f"majority@{n}"] = majority
-    if any(one.score != one.right for samples in prompts_P for one in samples):
+    if any(sample.score != sample.right for samples in prompts_P for sample in samples):
         values |= score
     return {name: Estimate.of([value(samples) for samples in prompts_P]) for name, value in values.items()}
 
 
-def paired_difference(one: Estimate, other: Estimate, seed: int = 0) -> Difference:
+def paired_difference(first: Estimate, other: Estimate, seed: int = 0) -> Difference:
     """Return `other` minus `one` on the same prompts, with a two-sided paired permutation test: exact for few prompts,
     else `PERMUTATIONS` draws of signs."""
-    differences_P = np.asarray(other.values_P) - np.asarray(one.values_P)
+    differences_P = np.asarray(other.values_P) - np.asarray(first.values_P)
     mean = Estimate.of(differences_P.tolist())
     observed = abs(differences_P.sum()) - 1e-9  # sums of the same numbers in another order are equal
     moved = differences_P[differences_P != 0]

@@ -52,13 +52,13 @@ class UserFunction:
         self.name, self._code, self._function = name, code, function
         parameters = inspect.signature(function).parameters.values()
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self._takes = {parameter.name for parameter in named}
-        self._required = {parameter.name for parameter in named if parameter.default is parameter.empty}
+        keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._takes = {parameter.name for parameter in keywords}
+        self._required = {parameter.name for parameter in keywords if parameter.default is parameter.empty}
         self._runner: asyncio.Runner | None = None
 
-    def _call(self, given: dict[str, Any], rows: str) -> Any:
-        taken = self._taken(given, rows)
+    def _call(self, arguments: dict[str, Any], rows: str) -> Any:
+        taken = self._taken(arguments, rows)
         with self._naming(rows):
             value = self._function(**taken)
             return self._run(_awaited(value)) if inspect.isawaitable(value) else value
@@ -68,16 +68,18 @@ class UserFunction:
         self._runner = self._runner or asyncio.Runner()
         return self._runner.run(work)
 
-    def _taken(self, given: dict[str, Any], rows: str) -> dict[str, Any]:
-        missing = sorted(self._required - given.keys())
+    def _taken(self, arguments: dict[str, Any], rows: str) -> dict[str, Any]:
+        missing = sorted(self._required - arguments.keys())
         if missing:
             absent = [name for name in missing if name in ONLY_TRL]
             raise InputError(
                 f"Reward function {self.name} needs {', '.join(missing)}, which "
                 + (f"rlctl does not give ({rows})." if absent == missing else f"{rows} does not have."),
-                f"It can have {', '.join(given)}; its form is {self.form}.",
+                f"It can have {', '.join(arguments)}; its form is {self.form}.",
             )
-        return given if self._takes_all else {name: value for name, value in given.items() if name in self._takes}
+        return (
+            arguments if self._takes_all else {name: value for name, value in arguments.items() if name in self._takes}
+        )
 
     @contextlib.contextmanager
     def _naming(self, rows: str) -> Iterator[None]:
@@ -113,13 +115,13 @@ class UserScorer(UserFunction):
         return self._number(self._call(self._given(completion, row), row.where), row)
 
     def _given(self, completion: str, row: PromptRow) -> dict[str, Any]:
-        given = {**row.fields, "completion": completion, "answer": row.answer, "prompt": row.question}
+        arguments = {**row.fields, "completion": completion, "answer": row.answer, "prompt": row.question}
         if IMAGES in self._takes:
-            given |= {IMAGES: [image.rgb() for image in row.images]}
+            arguments |= {IMAGES: [image.rgb() for image in row.images]}
         if SOLUTION in self._takes:
-            own = {SOLUTION: completion, "ground_truth": row.answer}
-            given = {"data_source": row.source, "extra_info": {}} | given | own
-        return given | {TURNS: turns_of(row, completion)} if TURNS in self._takes else given
+            aliases = {SOLUTION: completion, "ground_truth": row.answer}
+            arguments = {"data_source": row.source, "extra_info": {}} | arguments | aliases
+        return arguments | {TURNS: turns_of(row, completion)} if TURNS in self._takes else arguments
 
 
 class UserAsyncScorer(UserScorer):
@@ -141,7 +143,7 @@ class UserAsyncScorer(UserScorer):
                 return error
 
         async def all_scored() -> list[float | RlctlError]:
-            return await asyncio.gather(*(scored(*one) for one in zip(completions, rows, strict=True)))
+            return await asyncio.gather(*(scored(*pair) for pair in zip(completions, rows, strict=True)))
 
         return self._run(all_scored())
 
@@ -185,9 +187,9 @@ class UserBatchScorer(UserFunction):
         if hasattr(values, "tolist"):  # an array or a tensor
             values = values.tolist()
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(rows):
-            what = f"a list of {len(values)}" if isinstance(values, list | tuple) else repr(values)[:80]
+            description = f"a list of {len(values)}" if isinstance(values, list | tuple) else repr(values)[:80]
             raise NoListError(
-                f"Reward function {self.name} returned {what} for {scored}.",
+                f"Reward function {self.name} returned {description} for {scored}.",
                 f"It takes `completions`, so it must return a list with one number (or None) for each of them: "
                 f"{self.form}.",
             )

@@ -131,20 +131,22 @@ class TextStream(PromptStream):
                 "Give rows with only `text`, or leave teacher.own_tokenizer out.",
             )
         other = self._other(source, row) if self.rows.needs_another else None
-        found = self.rows.texts(row, other, source.encoder, source.data, self.scored)
+        trained = self.rows.texts(row, other, source.encoder, source.data, self.scored)
         if other is not None and self.limit is not None:  # what stands next to the text is cut where it is too long
-            own, *beside = found
-            found = (own, *(text.first(self.limit) for text in beside))
-        return self._fitting(found, source, row)
+            first, *beside = trained
+            trained = (first, *(text.first(self.limit) for text in beside))
+        return self._fitting(trained, source, row)
 
-    def _fitting(self, found: tuple[TrainedText, ...], source: OpenedSource, row: PromptRow) -> tuple[TrainedText, ...]:
-        longest = max(len(text.tokens_T) for text in found)
+    def _fitting(
+        self, trained: tuple[TrainedText, ...], source: OpenedSource, row: PromptRow
+    ) -> tuple[TrainedText, ...]:
+        longest = max(len(text.tokens_T) for text in trained)
         if self.limit is None or longest <= self.limit:
-            return found
+            return trained
         if source.data.too_long == "drop":
             return ()
         if source.data.too_long == "cut" and row.answer == ():
-            return tuple(one.first(self.limit) for one in found)
+            return tuple(text.first(self.limit) for text in trained)
         raise InputError(
             f"{row.where}: the text has {longest:,} tokens, and --max-length is {self.limit:,}.",
             "Raise it, or leave such rows out with --set data.too_long=drop.",
@@ -153,13 +155,17 @@ class TextStream(PromptStream):
     def _other(self, source: OpenedSource, row: PromptRow) -> PromptRow:
         """Return the next row with another prompt. Rows of one prompt often stand together: in pairs written as two
         rows, and in several samples of each prompt."""
-        own, question = source.prompts, _question(row)
-        following = (own[(row.index + step) % len(own)] for step in range(1, len(own)))
+        stream, question = source.prompts, _question(row)
+        following = (stream[(row.index + step) % len(stream)] for step in range(1, len(stream)))
         elsewhere = (other.prompts for other in self.sources if other is not source)
         further = (prompts[index] for prompts in (*elsewhere, *self.others) for index in range(len(prompts)))
-        if (other := next((one for one in chain(following, further) if _question(one) != question), None)) is None:
+        if (
+            other := next(
+                (candidate for candidate in chain(following, further) if _question(candidate) != question), None
+            )
+        ) is None:
             raise InputError(
-                f"{row.where}: every row of {own.label} has this prompt, and each completion is compared with the "
+                f"{row.where}: every row of {stream.label} has this prompt, and each completion is compared with the "
                 "completion of another prompt.",
                 "Give rows with at least two prompts.",
             )
@@ -177,26 +183,26 @@ class TextStream(PromptStream):
                 )
 
     def _numbers(self, row: PromptRow) -> dict[str, Any]:
-        held = {name: number_in(row.fields.get(name)) for name in self.rows.numbers}
-        return {name: value for name, value in held.items() if value is not None}
+        values = {name: number_in(row.fields.get(name)) for name in self.rows.numbers}
+        return {name: value for name, value in values.items() if value is not None}
 
     def further_columns(self, row: PromptRow, texts: Sequence[TrainedText]) -> dict[str, np.ndarray]:
         """Return the columns [T] of a row's texts that a loss needs besides. Raises InputError for a wrong number."""
         self.require_numbers(row)
         count = sum(len(text.tokens_T) for text in texts)
-        found = {name: np.full(count, value, np.float32) for name, value in self._numbers(row).items()}
+        columns_T = {name: np.full(count, value, np.float32) for name, value in self._numbers(row).items()}
         if self.reference is not None:
-            found[REFERENCE] = self._reference_column(row, texts)
-        return found
+            columns_T[REFERENCE] = self._reference_column(row, texts)
+        return columns_T
 
     def for_teacher(self, row: PromptRow, texts: Sequence[TrainedText]) -> tuple[TrainedText, np.ndarray]:
         """Return a row's text in the teacher's tokenization up to the limit, and the column [T] of chunks."""
         assert self.teacher is not None
         tokenizer = self._named[row.source].encoder.tokenizer
         text, ours = trimmed(tokenizer, str(row.prompt)), len(texts[0].tokens_T)
-        _, *own = read_text(tokenizer, text)
+        _, *token_texts = read_text(tokenizer, text)
         tokens, *theirs = read_text(self.teacher, text)
-        own_T, their_T = chunks((own[0], own[1]), (theirs[0], theirs[1]))
+        own_T, their_T = chunks((token_texts[0], token_texts[1]), (theirs[0], theirs[1]))
         tokens_T, their_T = np.array(tokens, np.int32)[: self.limit], their_T[: self.limit]
         chunk_T = np.concatenate([own_T[:ours], their_T]).astype(np.float32)
         return TrainedText(tokens_T, np.arange(len(tokens_T)) > 0), chunk_T
@@ -208,9 +214,9 @@ class TextStream(PromptStream):
             return False
         for name, value in zip(REFERENCE_FIELDS, values, strict=True):
             if not is_number(value):
-                held = "missing" if value is None else f"{value!r:.40}, which is not a finite number"
+                fault = "missing" if value is None else f"{value!r:.40}, which is not a finite number"
                 raise InputError(
-                    f"{row.where}: the field {name!r} is {held}.",
+                    f"{row.where}: the field {name!r} is {fault}.",
                     f"Write numbers in {' and '.join(REFERENCE_FIELDS)}, or leave both out.",
                 )
         return True
@@ -264,8 +270,8 @@ class HeldOutTexts:
     @classmethod
     def open(cls, config: RlctlConfig, texts: TextStream, model_dir: Path) -> HeldOutTexts | None:
         """Open the validation data; None without validation. Raises ConfigError or InputError."""
-        wanted = config.validation
-        if not wanted.wanted:
+        validation = config.validation
+        if not validation.wanted:
             return None
         if metric_of_the_best(config) != LOSS:
             raise ConfigError(
@@ -276,12 +282,12 @@ class HeldOutTexts:
         encoder = PromptEncoder.build(texts.encoder.tokenizer, config.model, data, model_dir)
         order = PromptOrder(len(source), config.run.seed)
         opened = OpenedSource("", source, data, encoder, RewardConfig(), order)
-        drawn = [source[order.at(place)] for place in range(min(len(source), wanted.max_prompts))]
+        drawn = [source[order.at(place)] for place in range(min(len(source), validation.max_prompts))]
         rows = readable(drawn, data, encoder)
         stream = type(texts)([opened], len(rows))
         stream.rows = texts.rows
-        stream.precomputes, stream.others = texts.precomputes, [one.prompts for one in texts.sources]
-        return cls(source.label, stream, rows, source.fingerprint(), wanted.answered)
+        stream.precomputes, stream.others = texts.precomputes, [source.prompts for source in texts.sources]
+        return cls(source.label, stream, rows, source.fingerprint(), validation.answered)
 
     def fitted(self, limit: int, room: int) -> HeldOutTexts:
         """Return the texts. Raises InputError for one of more than `limit` tokens, unless such texts are left out."""
@@ -292,14 +298,14 @@ class HeldOutTexts:
         if not fitting:
             raise InputError("validation: every text is longer than --max-length.", "Raise it, or name other texts.")
         if self.answers and all(row.answer == () for row in fitting):
-            why = f"validation.answers = {self.answers}: no text that is validated on has a prompt."
-            raise InputError(why, "Leave it out.")
+            reason = f"validation.answers = {self.answers}: no text that is validated on has a prompt."
+            raise InputError(reason, "Leave it out.")
         return self
 
     def describe(self, config: RlctlConfig) -> str:
-        held = " held out of the data" if config.validation.data.name is None and config.validation.holdout else ""
+        origin = " held out of the data" if config.validation.data.name is None and config.validation.holdout else ""
         answers = f", an engine answers {self.answers} of their prompts" if self.answers else ""
-        where = held or f" of {self.label}"
+        where = origin or f" of {self.label}"
         return f"validation: {times_of(config.validation)}: {len(self.rows)} texts{where}{answers}"
 
     def asked(self, seed: int) -> tuple[list[GroupRequest], dict[int, PromptRow]]:

@@ -87,21 +87,21 @@ class EnvironmentEpisodes:
         schemas = dict(schemas_of_tools)
         if reply.ask is not None:
             schemas |= {tool["function"]["name"]: dict(tool) for tool in reply.ask.tools}
-        shown, knows = showing(encoder, list(schemas.values()))
+        first_messages, knows = showing(encoder, list(schemas.values()))
         turns = TurnEncoder.build(
-            shown,
+            first_messages,
             raw=limits.append == "raw",
             tools=bool(schemas) and knows,
             drops_thoughts=limits.thinking == "template",
         )
         form = limits.tool_format
         if form == "auto":
-            form = form_of(shown) if schemas and knows else "hermes"
+            form = form_of(first_messages) if schemas and knows else "hermes"
         plan = replace(host.plan, schemas=schemas_of_tools, form=form, tool_role=turns.tool_role)
         notes = list(filter(None, [note, turns.note]))
         example = ""
         if schemas:
-            example = written_call(shown, next(iter(schemas.values())), knows=knows)
+            example = written_call(first_messages, next(iter(schemas.values())), knows=knows)
             place = "" if knows else "; the chat template has no place for tools, so the system prompt describes them"
             written = f": {example!r}" if example else ""
             notes.append(f"tools: {', '.join(schemas)}; calls are written as {form} writes them{written}{place}")
@@ -288,42 +288,42 @@ class EpisodePlayer:
         anew, media = False, tuple[MediaPart, ...]()
         if ask is None or (ask.known and not ask.tokens):
             messages = self._play.in_known_roles(reply.messages if ask is None else ask.messages[ask.known :])
-            shown = turns.encoder.with_images(turns.between(context[-1], messages), messages, episode.row.where)
-            given, media = list(shown.tokens), shown.media
-            story.turns.append((episode.answers[-1][1].tokens_R.tolist(), given))
+            expanded = turns.encoder.with_images(turns.between(context[-1], messages), messages, episode.row.where)
+            tokens, media = list(expanded.tokens), expanded.media
+            story.turns.append((episode.answers[-1][1].tokens_R.tolist(), tokens))
             if any(message["role"] in turns.drops for message in messages):
                 without = turns.without_thoughts(story.prompt, story.turns)
-                anew = without != [*context, *given]
+                anew = without != [*context, *tokens]
                 if anew and (episode.media or media):
                     raise EpisodeFailedError("environment.thinking=template does not go with images")
-                given = without if anew else given
+                tokens = without if anew else tokens
         else:
             prompt, messages = self._play.beginning((), reply, episode.row)
             if ask.tokens:  # the request needs the images of its placeholder tokens
                 prompt = replace(prompt, media=episode.images_in(prompt.tokens))
                 turns.encoder.require_no_image(prompt.text_tokens, episode.row.where)
-            given, media = list(prompt.tokens), prompt.media
-            anew = given[: len(context)] != context
+            tokens, media = list(prompt.tokens), prompt.media
+            anew = tokens[: len(context)] != context
             if not anew:
-                given = given[len(context) :]
+                tokens = tokens[len(context) :]
                 media = tuple(replace(p, start=p.start - len(context)) for p in media if p.start >= len(context))
-            story.prompt, story.turns = [*([] if anew else context), *given], []
-        episode.transcript += _turns_of(messages, len(given))
-        if (0 if anew else len(context)) + len(given) >= self._play.max_length:
+            story.prompt, story.turns = [*([] if anew else context), *tokens], []
+        episode.transcript += _turns_of(messages, len(tokens))
+        if (0 if anew else len(context)) + len(tokens) >= self._play.max_length:
             return False
-        episode.read(given, media, anew=anew)
+        episode.read(tokens, media, anew=anew)
         return True
 
     async def _turn(self, episode: Episode, session: Session, before: Reply) -> Reply:
         read, usual = episode.context, episode.sampling
-        asked = before.ask or Ask()
-        limits = [usual.max_new_tokens, self._play.max_length - len(read), asked.max_tokens]
+        request = before.ask or Ask()
+        limits = [usual.max_new_tokens, self._play.max_length - len(read), request.max_tokens]
         if (most := self._limits.sampled_tokens) is not None:
             limits.append(most - episode.sampled_tokens)
         ends = self._play.turns.encoder.stop_token_ids
         answer = await episode.answer(
-            stop=tuple(dict.fromkeys((*usual.stop, *before.stop, *asked.stop))),
-            stop_token_ids=tuple(dict.fromkeys((*usual.stop_token_ids, *ends, *asked.stop_token_ids))),
+            stop=tuple(dict.fromkeys((*usual.stop, *before.stop, *request.stop))),
+            stop_token_ids=tuple(dict.fromkeys((*usual.stop_token_ids, *ends, *request.stop_token_ids))),
             turn_ends=(*usual.turn_ends, *ends),
             max_new_tokens=min(limit for limit in limits if limit is not None),
         )
@@ -341,7 +341,7 @@ class EpisodePlayer:
         episode.rewarded(reply.reward)
         opened = self._play.turns.text_of(read[-OPENING_TOKENS:]).rstrip().endswith(THINK)
         form, cut = self._play.plan.form, is_cut(message)
-        called = reply.calls > 0 or bool(asked.tools and readable_calls(text, form, asked.tools, cut=cut))
+        called = reply.calls > 0 or bool(request.tools and readable_calls(text, form, request.tools, cut=cut))
         faults = faults_of(text, opened=opened, called=called, broken=reply.broken > 0)
         spoken = without_call(text, form) if called else text
         episode.said.append(JudgedTurn(text, spoken, opened, called, faults))

@@ -64,26 +64,26 @@ class ValidationSet:
     @classmethod
     def open(cls, config: RolloutConfig, prompts: PromptStream, model_dir: Path) -> ValidationSet | None:
         """Open the validation set; None without validation. Raises ConfigError or InputError."""
-        wanted = config.validation
-        if not wanted.wanted:
+        validation = config.validation
+        if not validation.wanted:
             return None
         environment = prompts.environment
-        if environment and not (wanted.data.name or config.data.name or config.data.sources or prompts.held_out):
+        if environment and not (validation.data.name or config.data.name or config.data.sources or prompts.held_out):
             source, data = open_episodes(environment.plan.label, config.data.size), config.data
         else:
             source, data = open_validation(config, prompts.held_out)
         encoder = PromptEncoder.build(prompts.encoder.tokenizer, config.model, data, model_dir)
         if environment is not None:
             encoder = environment.showing_tools(encoder)
-        reward = config.reward.model_copy(update={"terms": wanted.reward}) if wanted.reward else config.reward
+        reward = config.reward.model_copy(update={"terms": validation.reward}) if validation.reward else config.reward
         order = PromptOrder(len(source), config.run.seed)
-        drawn = [source[order.at(place)] for place in range(min(len(source), wanted.max_prompts))]
+        drawn = [source[order.at(place)] for place in range(min(len(source), validation.max_prompts))]
         rows = readable(drawn, data, encoder)
         alone = environment is not None and environment.plan.name and not (reward.terms or source.task)
         opened, time = encoder.opens_thought, config.model.chat_template_time
         rewards = None if alone else prepare_rewards(reward, source, apart=True, opened=opened, time=time)
         judged = rewards is not None and rewards.accuracy_by
-        names = ["reward_mean", *(["accuracy", f"pass@{wanted.samples}"] if judged else [])]
+        names = ["reward_mean", *(["accuracy", f"pass@{validation.samples}"] if judged else [])]
         if metric_of_the_best(config) not in names:
             raise ConfigError(
                 f"run.keep_best_by = {config.run.keep_best_by}: no such metric says which validation is better.",
@@ -109,7 +109,7 @@ class ValidationSet:
         if not long:
             return self
         if self.too_long == "cut":
-            tokens = tuple(one[-room:] if len(one) > limit else one for one in self.tokens)
+            tokens = tuple(sequence[-room:] if len(sequence) > limit else sequence for sequence in self.tokens)
             return replace(
                 self, tokens=tokens, changed=f"{self.changed}, {len(long)} of them cut to their last {room} tokens"
             )
@@ -126,12 +126,12 @@ class ValidationSet:
     def describe(self, config: RlctlConfig) -> str:
         rollouts = config.rollout_settings
         assert rollouts is not None  # prompts are validated on by sampling
-        wanted = rollouts.validation
-        how = "greedy" if wanted.temperature == 0 else f"temperature {wanted.temperature:g}"
-        held = " held out of the data" if wanted.data.name is None and wanted.holdout else f" of {self.label}"
+        validation = rollouts.validation
+        how = "greedy" if validation.temperature == 0 else f"temperature {validation.temperature:g}"
+        origin = " held out of the data" if validation.data.name is None and validation.holdout else f" of {self.label}"
         return (
-            f"validation: {times_of(wanted)}: {len(self.rows)} prompt{'s' * (len(self.rows) > 1)}{held}, "
-            f"{wanted.samples} sample{'s' * (wanted.samples > 1)} each, {how}{self.changed}"
+            f"validation: {times_of(validation)}: {len(self.rows)} prompt{'s' * (len(self.rows) > 1)}{origin}, "
+            f"{validation.samples} sample{'s' * (validation.samples > 1)} each, {how}{self.changed}"
         )
 
 
@@ -145,9 +145,13 @@ def validation_sampling(config: TextConfig | RolloutConfig, encoder: PromptEncod
     return replace(sampling, top_p=1.0, top_k=-1, min_p=0.0) if temperature == 0 else sampling
 
 
-def times_of(wanted: ValidationConfig) -> str:
-    every = f"every {f'{wanted.every} steps' if wanted.every > 1 else 'step'}"
-    at = [every] * (wanted.every > 0) + ["before the first"] * wanted.at_start + ["after the last"] * wanted.at_end
+def times_of(validation: ValidationConfig) -> str:
+    every = f"every {f'{validation.every} steps' if validation.every > 1 else 'step'}"
+    at = (
+        [every] * (validation.every > 0)
+        + ["before the first"] * validation.at_start
+        + ["after the last"] * validation.at_end
+    )
     return ", ".join(at)
 
 
@@ -176,10 +180,12 @@ class Validation(ABC):
         """Validate the weights of `version`."""
 
     def due(self, step: int) -> bool:
-        wanted = self._config.validation
+        validation = self._config.validation
         if step == 0:
-            return wanted.at_start
-        return (wanted.every > 0 and step % wanted.every == 0) or (wanted.at_end and step == self._config.run.steps)
+            return validation.at_start
+        return (validation.every > 0 and step % validation.every == 0) or (
+            validation.at_end and step == self._config.run.steps
+        )
 
     def _compare(self, value: float) -> None:
         """Take note of a value of the metric; of a loss its negative is taken, which is better the higher it is."""
@@ -224,10 +230,10 @@ class SampledValidation(Validation):
         rewards: Scorers | None,
         sync: WeightSync,
     ) -> None:
-        wanted = config.validation
+        validation = config.validation
         terms = data.rewards.terms if data.rewards else ()
         scorers = [(term.name, term.weight, reward_digest(term.name), *term.params.items()) for term in terms]
-        of = (data.fingerprint, len(data.rows), scorers, wanted.samples, wanted.temperature)
+        of = (data.fingerprint, len(data.rows), scorers, validation.samples, validation.temperature)
         super().__init__(config, metric_of_the_best(config), of)
         self._data, self._engines, self._rewards, self._sync = data, engines, rewards, sync
         self._sampled = config
@@ -256,13 +262,16 @@ class SampledValidation(Validation):
             self._engines.forget_prompts()
         seeds_of = {request.group: request.seeds for request in requests}
         groups, failures = scored(self._rewards, results, rows, seeds_of, config.reward)
-        why, samples = [one for group in groups for one in group.dropped], config.validation.samples * len(groups)
-        if why and (not math.isfinite(self._best) or len(why) > FAILING_SHARE * samples):
-            said = f"validation: a reward function failed on {len(why)} of {samples} completions. {why[0]}"
-            raise InputError(said, "Fix it, or set reward.on_error=zero, which gives 0 there.")
-        found = Validated(metrics_of(groups, failures), len(groups), tuple(groups))
-        self._compare(found.metrics[self.metric])
-        return found
+        reasons, samples = (
+            [reason for group in groups for reason in group.dropped],
+            config.validation.samples * len(groups),
+        )
+        if reasons and (not math.isfinite(self._best) or len(reasons) > FAILING_SHARE * samples):
+            message = f"validation: a reward function failed on {len(reasons)} of {samples} completions. {reasons[0]}"
+            raise InputError(message, "Fix it, or set reward.on_error=zero, which gives 0 there.")
+        result = Validated(metrics_of(groups, failures), len(groups), tuple(groups))
+        self._compare(result.metrics[self.metric])
+        return result
 
 
 def metric_of_the_best(config: RlctlConfig) -> str:
@@ -276,22 +285,24 @@ def metrics_of(groups: list[RolloutGroup], failures: int) -> dict[str, float]:
     dropped = sum(len(group.dropped) for group in groups)
     groups = [group for group in groups if group.rollouts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
 
     def estimate(name: str, value: Callable[[Rollout], float | None]) -> None:
-        mean = Estimate.of([float(np.mean([value(one) or 0.0 for one in group.rollouts])) for group in groups])
-        found[name] = mean.value
+        mean = Estimate.of([float(np.mean([value(rollout) or 0.0 for rollout in group.rollouts])) for group in groups])
+        metrics[name] = mean.value
         if mean.stderr is not None:
-            found[error_of(name)] = mean.stderr
+            metrics[error_of(name)] = mean.stderr
 
-    estimate("reward_mean", lambda one: one.reward)
-    if all(one.accuracy is not None for one in rollouts):
-        estimate("accuracy", lambda one: one.accuracy)
+    estimate("reward_mean", lambda rollout: rollout.reward)
+    if all(rollout.accuracy is not None for rollout in rollouts):
+        estimate("accuracy", lambda rollout: rollout.accuracy)
         most = max(len(group.rollouts) for group in groups)
-        found[f"pass@{most}"] = float(np.mean([max(one.accuracy or 0.0 for one in g.rollouts) for g in groups]))
-    estimate("response_tokens_mean", lambda one: one.response_tokens)
-    estimate("truncated_fraction", lambda one: one.truncated)
-    found["scorer_failures"] = float(failures)
+        metrics[f"pass@{most}"] = float(
+            np.mean([max(rollout.accuracy or 0.0 for rollout in g.rollouts) for g in groups])
+        )
+    estimate("response_tokens_mean", lambda rollout: rollout.response_tokens)
+    estimate("truncated_fraction", lambda rollout: rollout.truncated)
+    metrics["scorer_failures"] = float(failures)
     if dropped:
-        found["dropped_rollouts"] = float(dropped)
-    return found
+        metrics["dropped_rollouts"] = float(dropped)
+    return metrics

@@ -46,32 +46,34 @@ class Agreement:
 
         Where log-probs differ by more than rounding (see below), only limits that are set hold.
         """
-        checks, why = config.checks, ""
+        checks, reason = config.checks, ""
         if config.rollouts.mode == "async" and config.rollouts.max_staleness > 0:
-            why = "rollouts may be of older weights than those that are trained"
+            reason = "rollouts may be of older weights than those that are trained"
         elif config.batch.optimizer_steps * config.batch.epochs > 1 and "old_logprobs" not in needs:
-            why = "log-probs are of after a batch's earlier optimizer steps"
-        warning, error = (math.inf, math.inf) if why else LIMITS[precision]
+            reason = "log-probs are of after a batch's earlier optimizer steps"
+        warning, error = (math.inf, math.inf) if reason else LIMITS[precision]
         error = checks.logprob_diff_error or error
-        note = f"{why}: log-probs of engine and trainer differ by that, and have no limit but checks.logprob_diff_error"
-        return cls(precision, checks.logprob_diff_warning or min(warning, error), error, note if why else "")
+        note = (
+            f"{reason}: log-probs of engine and trainer differ by that, and have no limit but checks.logprob_diff_error"
+        )
+        return cls(precision, checks.logprob_diff_warning or min(warning, error), error, note if reason else "")
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """Return what to warn about after `step`. Raises DivergenceError above the error limit, and for NaN."""
-        found = metrics.get("logprob_diff")
-        if found is None or found["mean"] <= self.warning:  # also False where it is not a number
+        measured = metrics.get("logprob_diff")
+        if measured is None or measured["mean"] <= self.warning:  # also False where it is not a number
             return None
-        what = (
-            f"step {step}: the engine's log-probs differ from the trainer's by {found['mean']:.2g} on average, "
-            f"{found['max']:.2g} at most (KL {found['kl']:.2g}, probability error {found['prob_error']:.4g})"
+        summary = (
+            f"step {step}: the engine's log-probs differ from the trainer's by {measured['mean']:.2g} on average, "
+            f"{measured['max']:.2g} at most (KL {measured['kl']:.2g}, probability error "
+            f"{measured['prob_error']:.4g})"
         )
-        if found["mean"] <= self.error:
-            return (
-                f"Warning, {what}; below {self.warning:g} is usual in {self.precision} (checks.logprob_diff_warning)."
-            )
+        if measured["mean"] <= self.error:
+            usual = f"below {self.warning:g} is usual in {self.precision} (checks.logprob_diff_warning)."
+            return f"Warning, {summary}; {usual}"
         raise DivergenceError(
-            f"Stopped after {what}: more than checks.logprob_diff_error = {self.error:g}, and more than rounding in "
-            f"{self.precision} explains.",
+            f"Stopped after {summary}: more than checks.logprob_diff_error = {self.error:g}, and more than rounding "
+            f"in {self.precision} explains.",
             "`rlctl refit-test` with the same model tells whether weights or arithmetic differ; "
             "--set checks.logprob_diff_error=... continues anyway.",
         )

@@ -30,11 +30,11 @@ class Health:
         Raises DivergenceError where the weights were changed by a loss that is not finite, and after
         `checks.max_skipped_steps` steps in a row in which no optimizer step could be taken.
         """
-        said = self._remarks(metrics)
+        remarks = self._remarks(metrics)
         if "loss" not in metrics:
             if "critic" not in metrics:  # else the critic warms up
-                said.append("nothing was trained on, the method dropped every group")
-            return self._told(step, said)
+                remarks.append("nothing was trained on, the method dropped every group")
+            return self._told(step, remarks)
         skipped, steps = metrics["skipped_steps"], metrics["optimizer_steps"]
         if skipped < steps and not math.isfinite(metrics["loss"]):
             raise DivergenceError(
@@ -43,44 +43,48 @@ class Health:
             )
         self._skipped = self._skipped + 1 if skipped == steps else 0
         if skipped:
-            said.append(f"{skipped} optimizer step(s) skipped, the gradient was not finite")
+            remarks.append(f"{skipped} optimizer step(s) skipped, the gradient was not finite")
         if self._skipped >= self.checks.max_skipped_steps:
             raise DivergenceError(
                 f"Stopped after step {step}: no gradient was finite in {self._skipped} step(s) in a row "
                 "(checks.max_skipped_steps), and the weights stay as they are.",
                 "Lower --lr, look for extreme rewards, or compute in float32 (--set model.dtype=float32).",
             )
-        return self._told(step, said)
+        return self._told(step, remarks)
 
     @staticmethod
-    def _told(step: int, said: list[str]) -> list[str]:
-        return [f"step {step}: {text}" for text in said]
+    def _told(step: int, remarks: list[str]) -> list[str]:
+        return [f"step {step}: {text}" for text in remarks]
 
     def _remarks(self, metrics: Mapping[str, Any]) -> list[str]:
-        said = []
+        remarks = []
         self._without_signal = self._without_signal + 1 if NO_SIGNAL.holds(metrics) else 0
         if self._without_signal and self._without_signal == self._signal_steps:
             reward = f"mean reward {metrics['reward_mean']:.3g}"
-            said.append(f"in the last {self._without_signal} step(s) {NO_SIGNAL.said} ({reward}). {NO_SIGNAL.advice}")
+            remarks.append(
+                f"in the last {self._without_signal} step(s) {NO_SIGNAL.said} ({reward}). {NO_SIGNAL.advice}"
+            )
         carried = metrics.get("rounding", {}).get("carried", 1.0)
         if carried < LEAST_CARRIED and not self._warned_of_rounding:
             self._warned_of_rounding = True
-            said.append(
+            remarks.append(
                 f"only {carried:.0%} of the optimizer's weight movement has reached the rounded weights of "
                 "policy and engines; rounding loses the rest. optimizer.rounding=unbiased loses nothing "
                 "on average."
             )
         if missing := metrics.get("missing_groups"):
             rounds = f"after {metrics['sampling_rounds']} round(s) of sampling (filter.max_rounds)"
-            said.append(
+            remarks.append(
                 f"{rounds} {missing} group(s) are still missing from the batch, and the step trains on the others"
             )
         if ended := metrics.get("stop_reasons", {}).get(TIMEOUT):
-            said.append(f"{ended} rollout(s) exceeded rollouts.timeout_s and ended with their tokens so far")
+            remarks.append(f"{ended} rollout(s) exceeded rollouts.timeout_s and ended with their tokens so far")
         if dropped := metrics.get("dropped_rollouts"):
-            said.append(f"{dropped} rollout(s) are left out (reward.on_error). {metrics['reward_error']}")
-        elif why := metrics.get("reward_error"):
-            said.append(f"the environments of some rollouts failed, and their rewards are 0 (reward.on_error). {why}")
+            remarks.append(f"{dropped} rollout(s) are left out (reward.on_error). {metrics['reward_error']}")
+        elif error := metrics.get("reward_error"):
+            remarks.append(
+                f"the environments of some rollouts failed, and their rewards are 0 (reward.on_error). {error}"
+            )
         if skipped := metrics.get("critic", {}).get("skipped_steps"):
-            said.append(f"{skipped} optimizer step(s) of the critic skipped, the gradient was not finite")
-        return said
+            remarks.append(f"{skipped} optimizer step(s) of the critic skipped, the gradient was not finite")
+        return remarks

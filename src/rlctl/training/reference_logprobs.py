@@ -50,9 +50,9 @@ def _computed(policy: PolicyClient, method: Method, stream: TextStream, rows: li
     if not groups:
         return {}
     policy.load_batch(method.train_batch(groups, 1))
-    found: ReferenceLogps = {}
+    computed_logps: ReferenceLogps = {}
     for position, handles in policy.export_logprobs().items():
-        parts: GroupLogprobs = {key: one for part in fetch(list(handles)) for key, one in part.items()}
+        parts: GroupLogprobs = {key: values for part in fetch(list(handles)) for key, values in part.items()}
         sums = [float(parts[key].logprobs_R.sum(dtype="float64")) for key in sorted(parts)]
-        found[reference_key(rows[position])] = (sums[0], sums[1])
-    return found
+        computed_logps[reference_key(rows[position])] = (sums[0], sums[1])
+    return computed_logps

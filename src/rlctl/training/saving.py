@@ -156,8 +156,8 @@ class Saver:
         try:
             self.finish(limit_s)
         except (RlctlError, OSError) as error:
-            why = error.message if isinstance(error, RlctlError) else str(error)
-            tell(f"The {checkpoint} is lost: {why or f'it was not written in {limit_s:.0f} s.'}")
+            reason = error.message if isinstance(error, RlctlError) else str(error)
+            tell(f"The {checkpoint} is lost: {reason or f'it was not written in {limit_s:.0f} s.'}")
         finally:
             self._given_up.set()
 
@@ -167,22 +167,22 @@ def newest_intact(run: RunDirectory, policy: PolicyClient, tell: Callable[[str],
 
     Those are no checkpoints of `run` from here on. Raises InputError where there are some and all are damaged.
     """
-    found = run.checkpoint_directories()
-    if (checkpoint := intact(found, run, policy, tell)) is not None:
+    checkpoints = run.checkpoint_directories()
+    if (checkpoint := intact(checkpoints, run, policy, tell)) is not None:
         return checkpoint
-    if found:
+    if checkpoints:
         raise InputError(
-            f"--resume: every checkpoint in {found[0].path.parent} is damaged.",
+            f"--resume: every checkpoint in {checkpoints[0].path.parent} is damaged.",
             "Restore one from a copy, or start a new run.",
         )
     return None
 
 
 def intact(
-    found: Sequence[Checkpoint], run: RunDirectory, policy: PolicyClient, tell: Callable[[str], None]
+    checkpoints: Sequence[Checkpoint], run: RunDirectory, policy: PolicyClient, tell: Callable[[str], None]
 ) -> Checkpoint | None:
     """Return the last one of `found` whose files are as they were written; None: there is none."""
-    for checkpoint in reversed(found):
+    for checkpoint in reversed(checkpoints):
         try:
             problems = policy.damaged_files(checkpoint.policy, checkpoint.state()["files"])
         except InputError as error:

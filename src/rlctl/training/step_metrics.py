@@ -34,7 +34,7 @@ NAMES_OF_A_STEP = frozenset({
 
 def selection_metrics(batch: Batch, trained: TrainBatch) -> dict[str, Any]:
     """Return the number of groups that are not trained on, and of sequences skipped because they have no gradient."""
-    computed = sum(int(column(one, "tokens").sum()) for one in trained.minibatches)
+    computed = sum(int(column(minibatch, "tokens").sum()) for minibatch in trained.minibatches)
     skipped = int(column(trained.skipped, "tokens").sum())
     return {
         "dropped_groups": len(batch.groups) - len(trained.columns),
@@ -50,7 +50,7 @@ def length_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     images = {}
     if column(sequences, "images").any():  # images of a prompt are counted once for its group
         images = {
-            "images": sum(max((one.images for one in group.sequences), default=0) for group in groups),
+            "images": sum(max((sequence.images for sequence in group.sequences), default=0) for group in groups),
             "image_tokens_mean": float(column(sequences, "image_tokens").mean()),
         }
     return {

@@ -30,10 +30,10 @@ def without_idle(
     trained: list[tuple[WeightedRollout, ...]] = []
     skipped: list[WeightedRollout] = []
     for minibatch in minibatches:
-        idle_N = [one.token_weight == 0 or (needs_advantage and one.advantage == 0) for one in minibatch]
+        idle_N = [rollout.token_weight == 0 or (needs_advantage and rollout.advantage == 0) for rollout in minibatch]
         if True not in idle_N:
             trained.append(minibatch)
             continue
         skipped += compress(minibatch, idle_N)
-        trained.append(tuple([one for one, idle in zip(minibatch, idle_N, strict=True) if not idle]))
+        trained.append(tuple([rollout for rollout, idle in zip(minibatch, idle_N, strict=True) if not idle]))
     return TrainBatch(tuple(trained), columns, tuple(skipped))

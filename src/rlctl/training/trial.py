@@ -13,14 +13,16 @@ from rlctl.training.run_loss import RunLoss
 from rlctl.training.user_loss import TRIAL_TIMEOUT_S, made_up_batch
 
 
-def require_loss(method: Method, what: str) -> None:
+def require_loss(method: Method, description: str) -> None:
     """Raise InputError if the loss of `method`, called `what` in messages, fails on made-up rollouts. A child process
     computes it, since a driver does not import torch."""
     if getattr(method.made_by, "code", None) or getattr(method.made_by, "package", None):  # a child can import it
-        call_in_child(f"the trial of the {what}", partial(_try_loss, method, what), limit_s=TRIAL_TIMEOUT_S)
+        call_in_child(
+            f"the trial of the {description}", partial(_try_loss, method, description), limit_s=TRIAL_TIMEOUT_S
+        )
 
 
-def _try_loss(method: Method, what: str) -> None:
+def _try_loss(method: Method, description: str) -> None:
     try:
         RunLoss(method)(made_up_batch(method.needs, method.teacher_top))
     except InputError:
@@ -31,4 +33,4 @@ def _try_loss(method: Method, what: str) -> None:
         code = getattr(method.made_by, "code", None)
         if code is not None:
             raise code.error(error, "computing the loss of made-up rollouts") from error
-        raise InputError(f"The {what} raised {type(error).__name__}: {error} (computing a loss).") from error
+        raise InputError(f"The {description} raised {type(error).__name__}: {error} (computing a loss).") from error

@@ -57,10 +57,10 @@ class UserLoss:
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         params = self._checked_params(list(parameters))
         try:
-            found = function(batch, options, **params) if len(positional) > 1 else function(batch, **params)
+            result = function(batch, options, **params) if len(positional) > 1 else function(batch, **params)
         except Exception as error:
             raise self.code.error(error, "computing a loss") from error
-        answer: tuple[Any, Any] = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        answer: tuple[Any, Any] = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         loss_R, values = answer
         if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
             raise InputError(
@@ -74,22 +74,24 @@ class UserLoss:
                 "It returns the same ones for every batch.",
             )
         shape = batch.logprobs_R.shape
-        for what, value in (("the loss", loss_R), *((f"metric {name}", value) for name, value in values.items())):
+        for label, value in (("the loss", loss_R), *((f"metric {name}", value) for name, value in values.items())):
             if not isinstance(value, torch.Tensor) or value.shape != shape:
-                given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+                description = (
+                    f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+                )
                 raise InputError(
-                    f"{who} returned {given[:80]} as {what} of {shape[0]} tokens.",
+                    f"{who} returned {description[:80]} as {label} of {shape[0]} tokens.",
                     "It returns one number for each response token.",
                 )
         return loss_R, values
 
     def _checked_params(self, parameters: list[inspect.Parameter]) -> Mapping[str, Any]:
         """Return `loss.params`. Raises InputError for a name that is no keyword-only parameter of the function."""
-        named = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
-        if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return self.params
-        if unknown := [name for name in self.params if name not in named]:
-            hint = suggest(unknown[0], named) or f"Declare it: `def {self.code.name}(batch, *, {unknown[0]}=...)`."
+        if unknown := [name for name in self.params if name not in keywords]:
+            hint = suggest(unknown[0], keywords) or f"Declare it: `def {self.code.name}(batch, *, {unknown[0]}=...)`."
             raise InputError(f"Loss function {self.code.reference} has no setting {unknown[0]!r} (loss.params).", hint)
         return self.params
 

@@ -55,30 +55,30 @@ class NemoGym(Program):
         """Have the agent of the row play it; return its answer, which has the reward."""
         name = (row.get("agent_ref") or {}).get("name") or self.agent
         servers = await asyncio.to_thread(_servers, self.head)
-        found = agents_of(servers, str(name))
-        if not found:
-            known = [one for one in servers if agents_of(servers, one)]
+        addresses = agents_of(servers, str(name))
+        if not addresses:
+            agents = [server for server in servers if agents_of(servers, server)]
             raise InputError(
-                f"The row names the agent {name!r}, and NeMo Gym at {self.head} has {', '.join(known) or 'none'}.",
+                f"The row names the agent {name!r}, and NeMo Gym at {self.head} has {', '.join(agents) or 'none'}.",
                 "Start Gym with its configuration, or name one for all rows: --set environment.params.agent=NAME",
             )
-        asked = dict(row.get("responses_create_params") or {})
-        metadata = dict(asked.get("metadata") or {})
+        params = dict(row.get("responses_create_params") or {})
+        metadata = dict(params.get("metadata") or {})
         extra = json.loads(metadata.get("extra_body") or "{}") | {EPISODE: address}
-        asked["metadata"] = metadata | {"extra_body": json.dumps(extra)}
+        params["metadata"] = metadata | {"extra_body": json.dumps(extra)}
         async with ClientSession(timeout=NO_LIMIT) as session:
-            body = {**row, "responses_create_params": asked}
-            async with session.post(f"{found[0]}/run", json=body) as answer:
+            body = {**row, "responses_create_params": params}
+            async with session.post(f"{addresses[0]}/run", json=body) as answer:
                 if answer.status != 200:
-                    said = (await answer.text()).strip().partition("\n")[0]
-                    raise RuntimeError(f"the agent {name} says: {said} ({answer.status})")
+                    detail = (await answer.text()).strip().partition("\n")[0]
+                    raise RuntimeError(f"the agent {name} says: {detail} ({answer.status})")
                 return dict(await answer.json())
 
 
 def agents_of(servers: Mapping[str, Any], name: str) -> list[str]:
-    own = servers.get(name)
-    kinds = own.get("responses_api_agents") if isinstance(own, Mapping) else None
-    return [f"http://{one['host']}:{one['port']}" for one in (kinds or {}).values()]
+    server = servers.get(name)
+    kinds = server.get("responses_api_agents") if isinstance(server, Mapping) else None
+    return [f"http://{host['host']}:{host['port']}" for host in (kinds or {}).values()]
 
 
 def _servers(head: str) -> dict[str, Any]:
@@ -86,13 +86,13 @@ def _servers(head: str) -> dict[str, Any]:
 
     try:
         with closing(urlopen(f"{head.rstrip('/')}/global_config_dict_yaml", timeout=LIMIT_S)) as answer:
-            found: Any = OmegaConf.to_container(OmegaConf.create(json.loads(answer.read())), resolve=True)
+            servers_: Any = OmegaConf.to_container(OmegaConf.create(json.loads(answer.read())), resolve=True)
     except (OSError, ValueError) as error:
         raise InputError(
             f"There is no head server of NeMo Gym at {head}: {first_line(error)}.",
             "Start Gym, and give its address: --set environment.params.head=http://HOST:PORT",
         ) from error
-    return dict(found)
+    return dict(servers_)
 
 
 async def _listens(host: str, port: int) -> bool:
@@ -104,13 +104,13 @@ async def _listens(host: str, port: int) -> bool:
 
 
 async def _pass_on(request: web.Request) -> web.Response:
-    asked = await request.json()
-    address = asked.pop(EPISODE, None)
+    content = await request.json()
+    address = content.pop(EPISODE, None)
     if address is None:
         return web.json_response({"error": {"message": "This question belongs to no episode."}}, status=400)
     try:
         url = f"{address}{request.path}"
-        async with ClientSession(timeout=NO_LIMIT) as session, session.post(url, json=asked) as answer:
+        async with ClientSession(timeout=NO_LIMIT) as session, session.post(url, json=content) as answer:
             return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
     except ClientError as error:
         return web.json_response({"error": {"message": f"The episode is over: {error}"}}, status=400)

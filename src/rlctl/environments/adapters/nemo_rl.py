@@ -23,18 +23,20 @@ class NemoRL:
         actor = getattr(kind, "__ray_metadata__", None)  # the class below @ray.remote
         self.made = (actor.modified_class if actor else kind)(self.config)
         prompt = row["prompt"]
-        self.log = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
+        self.log = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
+        )
         self.metadata = row.get(self.column)
 
     async def step(self, text: str) -> Step:
         self.log.append({"role": "assistant", "content": text})
-        found = self.made.step([self.log], [self.metadata])
-        if inspect.isawaitable(found):
-            found = await found
-        said = dict(found.observations[0])
-        self.log.append(said)
-        self.metadata = found.metadata[0]
-        stops = found.next_stop_strings[0] if found.next_stop_strings else None
-        done = bool(found.terminateds[0])
-        messages = [] if done else [{"role": "user", "content": str(said["content"])}]
-        return Step(messages, float(found.rewards[0]), done, tuple(stops or ()))
+        result = self.made.step([self.log], [self.metadata])
+        if inspect.isawaitable(result):
+            result = await result
+        observation_ = dict(result.observations[0])
+        self.log.append(observation_)
+        self.metadata = result.metadata[0]
+        stops = result.next_stop_strings[0] if result.next_stop_strings else None
+        done = bool(result.terminateds[0])
+        messages = [] if done else [{"role": "user", "content": str(observation_["content"])}]
+        return Step(messages, float(result.rewards[0]), done, tuple(stops or ()))

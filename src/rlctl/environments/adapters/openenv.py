@@ -39,19 +39,19 @@ class OpenEnv:
 
     async def _asked(self, kind: str, data: Mapping[str, Any]) -> Step:
         await self.socket.send_json({"type": kind, "data": data})
-        found = await self.socket.receive_json()
-        said = found["data"]
-        if found["type"] == "error" and kind == "step":  # the model may read its mistake
-            return Step(f"Error: {said.get('message')}", metrics={"refused_actions": 1.0})
-        if found["type"] == "error":
-            hint = " (raise max_concurrent_envs of the server)" if said.get("code") == "CAPACITY_REACHED" else ""
-            raise RuntimeError(f"the OpenEnv server says: {said.get('message')}{hint}")
-        seen = said["observation"]
+        reply = await self.socket.receive_json()
+        reply_data = reply["data"]
+        if reply["type"] == "error" and kind == "step":  # the model may read its mistake
+            return Step(f"Error: {reply_data.get('message')}", metrics={"refused_actions": 1.0})
+        if reply["type"] == "error":
+            hint = " (raise max_concurrent_envs of the server)" if reply_data.get("code") == "CAPACITY_REACHED" else ""
+            raise RuntimeError(f"the OpenEnv server says: {reply_data.get('message')}{hint}")
+        seen = reply_data["observation"]
         if self.observation not in seen:
             raise InputError(
                 f"An observation of {self.url} has no field {self.observation!r}; its fields are {', '.join(seen)}.",
                 "Name the one with the text: --set environment.params.observation=FIELD",
             )
         text = seen[self.observation]
-        shown = text if isinstance(text, str) else json.dumps(text)
-        return Step(shown, float(said.get("reward") or 0.0), bool(said.get("done")))
+        content = text if isinstance(text, str) else json.dumps(text)
+        return Step(content, float(reply_data.get("reward") or 0.0), bool(reply_data.get("done")))

@@ -16,26 +16,26 @@ class SkyRLGym:
         self.name, self.config = name, config
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
-        gym, given = imported("skyrl_gym", "skyrl-gym"), dict(row)
+        gym, columns = imported("skyrl_gym", "skyrl-gym"), dict(row)
         if self.config:
             from omegaconf import OmegaConf
 
-            given["env_config"] = OmegaConf.create(self.config)
+            columns["env_config"] = OmegaConf.create(self.config)
         module, _, name = self.name.rpartition(":")
         if module:
-            self.env = getattr(imported(module, "skyrl-gym"), name)(given.get("env_config"), extras=given)
+            self.env = getattr(imported(module, "skyrl-gym"), name)(columns.get("env_config"), extras=columns)
         else:
-            made = {"env_config": given["env_config"]} if "env_config" in given else {}
-            self.env = gym.make(self.name, extras=given, **made)
+            made = {"env_config": columns["env_config"]} if "env_config" in columns else {}
+            self.env = gym.make(self.name, extras=columns, **made)
         prompt = row["prompt"]
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        said, _ = self.env.init(asked)
-        return [dict(one) for one in said[len(asked) :]]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        dialog, _ = self.env.init(messages)
+        return [dict(message) for message in dialog[len(messages) :]]
 
     def step(self, text: str) -> Step:
-        found = self.env.step(text)
-        numbers = {name: value for name, value in found["metadata"].items() if isinstance(value, int | float)}
-        return Step(list(found["observations"]), found["reward"], bool(found["done"]), metrics=numbers)
+        result = self.env.step(text)
+        numbers = {name: value for name, value in result["metadata"].items() if isinstance(value, int | float)}
+        return Step(list(result["observations"]), result["reward"], bool(result["done"]), metrics=numbers)
 
     def close(self) -> None:
         self.env.close()

@@ -27,10 +27,10 @@ async def environment(verifiers, name, arguments):
         )
     rows = made.get_dataset()
     client = verifiers.ClientConfig(api_key_var=KEY, api_base_url=ADDRESS)
-    found = await made.run_rollout(rows[SEED % len(rows)], client, MODEL, {})
-    if found.get("error"):
-        raise SystemExit(f"the environment {name} failed: {found['error']}")
-    return {**(found.get("metrics") or {}), "reward": found["reward"]}
+    rollout = await made.run_rollout(rows[SEED % len(rows)], client, MODEL, {})
+    if rollout.get("error"):
+        raise SystemExit(f"the environment {name} failed: {rollout['error']}")
+    return {**(rollout.get("metrics") or {}), "reward": rollout["reward"]}
 
 
 async def agent(verifiers, name, arguments):

@@ -35,8 +35,8 @@ class Calculator:
         draw, least = random.Random(seed), 10 ** (self.digits - 1)
         a, b = (draw.randrange(least, 10 * least) for _ in range(2))
         self.answer = str(a + b)
-        said = [{"role": role, "content": content} for role, content in EXAMPLE]
-        return [{"role": "system", "content": HOW}, *said, {"role": "user", "content": f"What is {a} + {b}?"}]
+        example = [{"role": role, "content": content} for role, content in EXAMPLE]
+        return [{"role": "system", "content": HOW}, *example, {"role": "user", "content": f"What is {a} + {b}?"}]
 
     def step(self, message: Message) -> Step:
         call = CALL.search(message["content"])

@@ -62,20 +62,20 @@ class Search:
         import bm25s  # pyright: ignore[reportMissingImports]
 
         most = max(1, min(k, MOST_PASSAGES, len(self.passages)))
-        found, scores = self.index.retrieve(bm25s.tokenize(query, show_progress=False), k=most, show_progress=False)
-        fitting = [self.passages[i] for i, score in zip(found[0], scores[0], strict=True) if score > 0]
+        passages, scores = self.index.retrieve(bm25s.tokenize(query, show_progress=False), k=most, show_progress=False)
+        fitting = [self.passages[i] for i, score in zip(passages[0], scores[0], strict=True) if score > 0]
         return "\n\n".join(f"[{n}] {text[:SHOWN]}" for n, text in enumerate(fitting, 1)) or "Nothing was found."
 
     def step(self, message: Message) -> Step:
-        said = extract(message["content"], "answer-tag") or extract(message["content"], "last-line")
-        return Step(reward=float(said is not None and same(said, self.answer)), done=True)
+        answer_ = extract(message["content"], "answer-tag") or extract(message["content"], "last-line")
+        return Step(reward=float(answer_ is not None and same(answer_, self.answer)), done=True)
 
 
-def same(said: str, answer: str) -> bool:
+def same(answer_: str, answer: str) -> bool:
     number = as_number(answer)
-    if number is not None and as_number(said) == number:
+    if number is not None and as_number(answer_) == number:
         return True
-    return " ".join(said.casefold().strip(" .*").split()) == " ".join(answer.casefold().strip(" .").split())
+    return " ".join(answer_.casefold().strip(" .*").split()) == " ".join(answer.casefold().strip(" .").split())
 
 
 def read_passages(path: Path) -> list[str]:

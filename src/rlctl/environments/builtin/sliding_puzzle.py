@@ -51,8 +51,8 @@ To see the board again, write <action>view</action>
         before, *opened = re.split("<action>", message["content"], flags=re.IGNORECASE)
         action, *closed = re.split("</action>", opened[-1] if opened else before, flags=re.IGNORECASE)
         if not opened or not closed:
-            told = "No move was made: there is no action in tags, as in <action>up</action>"
-            return self.told(f"{self.board()}\n\n{told}", no_action=1.0)
+            note = "No move was made: there is no action in tags, as in <action>up</action>"
+            return self.told(f"{self.board()}\n\n{note}", no_action=1.0)
         action = action.strip()
         if action == "view":
             return self.told(f"{self.board()}\n\nThis is the board. No move was made.")

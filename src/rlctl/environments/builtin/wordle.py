@@ -59,25 +59,25 @@ class Wordle:
     def step(self, message: Message) -> Step:
         self.made += 1
         last = self.made == self.guesses
-        found = re.findall(r"<guess>\s*([a-zA-Z]{5})\s*</guess>", message["content"])
-        if not found:
-            told = "There is no guess. Write a word of five letters as <guess>crane</guess>."
-            return Step(told, done=last, metrics={"no_guess": 1.0})
-        guess = found[-1].lower()
+        guesses = re.findall(r"<guess>\s*([a-zA-Z]{5})\s*</guess>", message["content"])
+        if not guesses:
+            note = "There is no guess. Write a word of five letters as <guess>crane</guess>."
+            return Step(note, done=last, metrics={"no_guess": 1.0})
+        guess = guesses[-1].lower()
         right = guess == self.word
-        told = (
+        note = (
             f"{' '.join(guess.upper())}\n{' '.join(marks(guess, self.word))}\n{self.guesses - self.made} guesses left."
         )
-        return Step(told, reward=float(right), done=right or last, metrics={"guesses": 1.0})
+        return Step(note, reward=float(right), done=right or last, metrics={"guesses": 1.0})
 
 
 def marks(guess: str, word: str) -> str:
     """Return G, Y or - for each letter. No letter is marked more often than the word has it; letters in place come
     first."""
     left = Counter(b for a, b in zip(guess, word, strict=True) if a != b)
-    found = ""
+    letters = ""
     for a, b in zip(guess, word, strict=True):
         elsewhere = a != b and left[a] > 0
         left[a] -= elsewhere
-        found += "G" if a == b else "Y" if elsewhere else "-"
-    return found
+        letters += "G" if a == b else "Y" if elsewhere else "-"
+    return letters

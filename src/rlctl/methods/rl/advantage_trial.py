@@ -27,7 +27,7 @@ class HasAdvantages(Protocol):
     def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]: ...
 
 
-def require_advantages(algorithm: HasAdvantages, generations: int, what: str) -> None:
+def require_advantages(algorithm: HasAdvantages, generations: int, description: str) -> None:
     """Raise InputError where `advantages` or `batch_advantages` fails on groups of different or equal rewards, or
     returns something else than a finite number for each rollout."""
     count = max(LEAST_ROLLOUTS, generations)
@@ -35,11 +35,12 @@ def require_advantages(algorithm: HasAdvantages, generations: int, what: str) ->
     kept = [rewards_G for rewards_G in rewards if algorithm.keeps(rewards_G)]
     doing = f"computing the advantages of made-up groups of {count} rollouts"
 
-    def require_numbers(name: str, found: list[Any]) -> None:
-        for advantages_G, rewards_G in zip(found, kept, strict=True):
+    def require_numbers(name: str, values: list[Any]) -> None:
+        for advantages_G, rewards_G in zip(values, kept, strict=True):
             if (wrong := _wrong(advantages_G, count)) is not None:
                 raise InputError(
-                    f"{name} of the {what} returned {wrong} for {count} rollouts with the rewards {_shown(rewards_G)}.",
+                    f"{name} of the {description} returned {wrong} for {count} rollouts with the rewards "
+                    f"{_shown(rewards_G)}.",
                     ADVICE,
                 )
 
@@ -53,9 +54,11 @@ def require_advantages(algorithm: HasAdvantages, generations: int, what: str) ->
         code = getattr(algorithm.made_by, "code", None)
         if code is not None:
             raise code.error(error, doing) from error
-        raise InputError(f"The {what} raised {type(error).__name__}: {error} ({doing}).") from error
+        raise InputError(f"The {description} raised {type(error).__name__}: {error} ({doing}).") from error
     if len(batch) != len(kept):
-        raise InputError(f"batch_advantages of the {what} returned {len(batch)} arrays for {len(kept)} groups.", ADVICE)
+        raise InputError(
+            f"batch_advantages of the {description} returned {len(batch)} arrays for {len(kept)} groups.", ADVICE
+        )
     require_numbers("batch_advantages", batch)
 
 

@@ -66,7 +66,7 @@ def _deviation(rewards_G: np.ndarray, deviation_G: np.ndarray, std_of: StdOf) ->
     size = rewards_G.shape[-1]
     if std_of == "group":
         return np.sqrt((deviation_G**2).sum(-1, keepdims=True) / (size - 1)) + STD_EPSILON
-    others_GO = rewards_G[..., [[other for other in range(size) if other != one] for one in range(size)]]
+    others_GO = rewards_G[..., [[other for other in range(size) if other != index] for index in range(size)]]
     equal_G = _all_equal(others_GO)[..., 0]
     squares_G = ((others_GO - others_GO.mean(-1, keepdims=True)) ** 2).sum(-1)
     return np.where(equal_G, 1.0, np.sqrt(squares_G / max(1, size - 2)) + STD_EPSILON)

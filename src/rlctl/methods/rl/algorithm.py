@@ -114,16 +114,18 @@ class Algorithm(RolloutMethod):
 
         compared = [self.compared(group) for group in groups]
         by_values = iter(self._among_applying([values_G for pairs in compared for _, values_G in pairs]))
-        found = [
+        advantages = [
             sum((weight * next(by_values) for weight, _ in pairs), start=np.zeros(len(group.rollouts)))
             for group, pairs in zip(groups, compared, strict=True)
         ]
         if self.config.whitens_penalties:
-            return found  # the ranks subtract the penalties of tokens, whiten and clip
+            return advantages  # the ranks subtract the penalties of tokens, whiten and clip
         if not self.config.advantage.whiten or self.config.has_critic or not groups:
-            return self._clipped(found)  # with a critic there are rewards until the ranks have the values of tokens
+            return self._clipped(
+                advantages
+            )  # with a critic there are rewards until the ranks have the values of tokens
         tokens_N = np.array([self.learned_tokens(rollout) for group in groups for rollout in group.rollouts])
-        ends, all_N = np.cumsum([len(group.rollouts) for group in groups])[:-1], np.concatenate(found)
+        ends, all_N = np.cumsum([len(group.rollouts) for group in groups])[:-1], np.concatenate(advantages)
         of_tokens = self.config.advantage.whiten_over == "tokens"
         return self._clipped(np.split(whitened(all_N, tokens_N) if of_tokens else whitened_rollouts(all_N), ends))
 
@@ -136,11 +138,11 @@ class Algorithm(RolloutMethod):
             values[applies] for values, applies, any_ in zip(values_P_G, applies_P_G, counted, strict=True) if any_
         ]
         among = iter(self.advantages_of(rewards_P_G))
-        found = [np.zeros(len(values_G)) for values_G in values_P_G]
-        for found_G, applies_G, any_ in zip(found, applies_P_G, counted, strict=True):
+        totals = [np.zeros(len(values_G)) for values_G in values_P_G]
+        for found_G, applies_G, any_ in zip(totals, applies_P_G, counted, strict=True):
             if any_:
                 found_G[applies_G] = next(among)
-        return found
+        return totals
 
     def advantages_of(self, rewards_P_G: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return `advantages` of each group."""
@@ -148,18 +150,18 @@ class Algorithm(RolloutMethod):
 
     def _clipped(self, advantages_P_G: list[np.ndarray]) -> list[np.ndarray]:
         low, high = self.config.advantage.clip_low, self.config.advantage.clip_high
-        return advantages_P_G if low is high is None else [np.clip(one, low, high) for one in advantages_P_G]
+        return advantages_P_G if low is high is None else [np.clip(values_G, low, high) for values_G in advantages_P_G]
 
     def compared(self, group: RolloutGroup) -> list[tuple[float, np.ndarray]]:
         """Return the values that a group's rollouts are compared by, as (weight, values [G]): their `scores` with
         shift, the factor of cut rollouts, and the cost of lengths, which `advantage.per_term` compares separately."""
         penalties_G, factor, factor_G = self.length_penalties(group), self.config.reward.truncated_factor, np.float64(1)
         if factor != 1.0:
-            factor_G = np.where([one.truncated for one in group.rollouts], factor, 1.0)
+            factor_G = np.where([rollout.truncated for rollout in group.rollouts], factor, 1.0)
         if not self._by_term(group):
             return [(1.0, factor_G * (group.rewards_G + self.config.reward.shift) + penalties_G)]
-        found = [(weight, factor_G * values_G) for weight, values_G in self.scores(group)]
-        return [*found, (1.0, penalties_G)] if penalties_G.any() else found
+        values = [(weight, factor_G * values_G) for weight, values_G in self.scores(group)]
+        return [*values, (1.0, penalties_G)] if penalties_G.any() else values
 
     def imitated(self, group: RolloutGroup) -> np.ndarray:
         """Return which rollouts of a group have a positive reward, whose likelihood `loss.positive_nll_weight` makes

@@ -144,20 +144,20 @@ def critic_metrics(results: Sequence[MinibatchResult]) -> dict[str, Any]:
     0 where they are no better than a constant. `clip_fraction` is the share of tokens whose value has moved further
     than the clip.
     """
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "grad_norm": results[-1].grad_norm,
         "skipped_steps": sum(result.skipped for result in results),
     }
     names = {name for result in results for name in result.sums}
     sums = {name: sum(result.sums.get(name, 0.0) for result in results) for name in names}
     if not (tokens := sums.get("tokens", 0.0)):
-        return found
+        return metrics
 
     def variance(name: str) -> float:
         return sums[f"{name}_squared"] / tokens - (sums[name] / tokens) ** 2
 
     spread = variance("returns")
-    return found | {
+    return metrics | {
         "loss": sums["loss"] / tokens,
         "explained_variance": 1 - variance("errors") / spread if spread > 0 else 0.0,
         "clip_fraction": sums["clipped"] / tokens,

@@ -128,10 +128,10 @@ class Distillation(Grpo):
         """Return how far the policy is from the teacher, and what GRPO measures."""
         from rlctl.methods.rl.losses import old_full_logprobs
 
-        found = {"teacher_kl": old_full_logprobs(batch) - _of_teacher(batch), **super().measure(batch)}
+        metrics = {"teacher_kl": old_full_logprobs(batch) - _of_teacher(batch), **super().measure(batch)}
         if self.teacher_top:
-            found |= of_top(batch, self.config.distillation)
-        return found
+            metrics |= of_top(batch, self.config.distillation)
+        return metrics
 
     def _with_penalised_advantages(self, batch: TokenBatch) -> TokenBatch:
         from rlctl.methods.rl.losses import old_full_logprobs

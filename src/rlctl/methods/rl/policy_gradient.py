@@ -71,12 +71,12 @@ class PolicyGradient(Algorithm):
         by_size: dict[int, list[int]] = {}
         for place, rewards_G in enumerate(rewards_P_G):
             by_size.setdefault(len(rewards_G), []).append(place)
-        found = list(rewards_P_G)
+        remaining = list(rewards_P_G)
         for places in by_size.values():
             together_PG = self.advantages(np.stack([rewards_P_G[place] for place in places]))
             for place, advantages_G in zip(places, together_PG, strict=True):
-                found[place] = advantages_G
-        return found
+                remaining[place] = advantages_G
+        return remaining
 
     def ratio_to_anchor(self, batch: TokenBatch) -> torch.Tensor:
         """Return the ratio [R] to the policy that `loss.importance_correction` asks for."""

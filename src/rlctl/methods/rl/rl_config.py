@@ -107,7 +107,7 @@ class AlgorithmConfig(RolloutConfig):
                     f"(--algorithm ppo does): leave it out, or where the run that is resumed has it, add {plain}"
                 )
             return self
-        for wrong, why in (
+        for wrong, reason in (
             (self.advantage.normalize_std, "advantage.normalize_std = true compares the rollouts of a prompt; "
              "advantage.baseline = critic compares tokens with their values: set it to false"),
             (self.advantage.per_term, "advantage.per_term = true compares reward terms within a group, and "
@@ -120,7 +120,7 @@ class AlgorithmConfig(RolloutConfig):
              "loss.kl_in = reward needs old_logprobs where a critic makes the advantages: add it to loss.needs"),
         ):  # fmt: skip
             if wrong:
-                raise ValueError(why)
+                raise ValueError(reason)
         return self
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ def rollout_metrics(batch: RolloutBatch, version: int, *, compares: bool) -> dic
     """Return rewards, lengths and versions of a batch that the weights of `version` train on. `compares`: the rewards
     of a group are compared with each other. Suffix N: the rollouts of the batch."""
     rollouts = batch.rollouts
-    rewards_N = np.array([reward for one in rollouts if (reward := one.reward) is not None], dtype=np.float64)
+    rewards_N = np.array([reward for rollout in rollouts if (reward := rollout.reward) is not None], dtype=np.float64)
     rewards = {}
     if len(rewards_N):
         rewards = {
@@ -30,9 +30,9 @@ def rollout_metrics(batch: RolloutBatch, version: int, *, compares: bool) -> dic
             by_group = [group.rewards_G for group in batch.groups]
             without_signal = [len(rewards_G) > 1 and nearly_equal(rewards_G) for rewards_G in by_group]
             rewards["groups_without_signal"] = float(np.mean(without_signal))
-    accuracy_N = [accuracy for one in rollouts if (accuracy := one.accuracy) is not None]
+    accuracy_N = [accuracy for rollout in rollouts if (accuracy := rollout.accuracy) is not None]
     accuracy = {"accuracy": float(np.mean(accuracy_N))} if len(accuracy_N) == len(rollouts) else {}
-    answered_N = [answered for one in rollouts if (answered := one.answered) is not None]
+    answered_N = [answered for rollout in rollouts if (answered := rollout.answered) is not None]
     sampled = [rollout for rollout in rollouts if rollout.versions]
     return {
         **rewards,
@@ -64,9 +64,9 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
     if not episodes:
         return {}
-    names = sorted({name for one in episodes for name in one.counts})
-    turns = [one.turns for one in episodes]
-    counts = {name: float(np.mean([one.counts.get(name, 0.0) for one in episodes])) for name in names}
+    names = sorted({name for episode in episodes for name in episode.counts})
+    turns = [episode.turns for episode in episodes]
+    counts = {name: float(np.mean([episode.counts.get(name, 0.0) for episode in episodes])) for name in names}
     return {"turns_mean": float(np.mean(turns)), "turns_max": max(turns), "environment": counts}
 
 
@@ -88,7 +88,7 @@ def reward_parts(batch: RolloutBatch) -> dict[str, dict[str, float]]:
     by_source: dict[str, list[float]] = {}
     for group in batch.groups:
         if group.prompt.source:
-            by_source.setdefault(group.prompt.source, []).extend([one.reward or 0.0 for one in group.rollouts])
+            by_source.setdefault(group.prompt.source, []).extend([rollout.reward or 0.0 for rollout in group.rollouts])
     means = {"reward_terms": by_term, "reward_by_source": by_source}
     return {
         kind: {name: float(np.mean(values)) for name, values in sorted(by_name.items()) if values}
