@@ -171,7 +171,7 @@ def look_of(stacks: str, record: Sequence[Mapping[str, Any]]) -> Look:
     threads = [list(FRAME.finditer(part)) for part in re.split(r"^(?:Current t|T)hread 0x.*$", stacks, flags=re.M)]
     where = ""
     for frames in threads:
-        if any(one["function"] == CALL[1] and one["file"].endswith(CALL[0]) for one in frames):
+        if any(frame["function"] == CALL[1] and frame["file"].endswith(CALL[0]) for frame in frames):
             where = f"`{frames[0]['function']}` ({frames[0]['file']}:{frames[0]['line']})"
     last: dict[str, int] = {}
     begun = []
@@ -194,14 +194,14 @@ def look_at(processes: Mapping[int, tuple[str, Process]], here: str | None) -> d
     by_node: dict[str, dict[int, Process]] = {}
     for rank, (node, process) in processes.items():
         by_node.setdefault(node, {})[rank] = process
-    asked = {}
+    pending = {}
     for node, those in by_node.items():
         if node != here:
             place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             task = ray.remote(num_cpus=0, max_retries=0)(look_here).options(scheduling_strategy=place)
-            asked[node] = task.remote(list(those.values()))
+            pending[node] = task.remote(list(those.values()))
     looks = dict(zip(by_node[here], look_here(list(by_node[here].values())), strict=True)) if here in by_node else {}
-    for node, ref in asked.items():
+    for node, ref in pending.items():
         with contextlib.suppress(Exception):  # a node that does not answer tells nothing; the wait has its own error
             looks |= zip(by_node[node], ray.get(ref, timeout=NODE_S), strict=True)
     return looks
@@ -211,8 +211,8 @@ def behind(looks: Mapping[int, Look]) -> set[int]:
     """Return the ranks that the others wait for."""
     latest: dict[str, int] = {}
     for look in looks.values():
-        for one in look.open:
-            latest[one.group] = max(latest.get(one.group, 0), one.number)
+        for operation in look.open:
+            latest[operation.group] = max(latest.get(operation.group, 0), operation.number)
     # A rank that waits too, but for an earlier collective of a group, holds up those who are further.
     return {
         rank
@@ -227,11 +227,11 @@ def told(looks: Mapping[int, Look]) -> str:
     waiting = [rank for rank in looks if rank not in late]
     parts = []
     if waiting:
-        names = sorted({one.what for rank in waiting for one in looks[rank].open})
+        names = sorted({operation.what for rank in waiting for operation in looks[rank].open})
         parts.append(f"Rank {', '.join(map(str, waiting))} wait{'s' * (len(waiting) == 1)} for other ranks")
         parts[0] += f" in {', '.join(names)}." if names else "."
     for rank in sorted(late):
-        what = "is behind" if looks[rank].waits else "does not wait"
+        state = "is behind" if looks[rank].waits else "does not wait"
         place = f", it is in {looks[rank].where}" if looks[rank].where else ""
-        parts.append(f"Rank {rank} {what}{place}.")
+        parts.append(f"Rank {rank} {state}{place}.")
     return " ".join(parts)

@@ -47,21 +47,21 @@ def topology(root: Path = Path("/")) -> Topology:
 
 def numbers_of(text: str) -> frozenset[int]:
     """Read the kernel's list of processors, such as `0-3,8`."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
 
 
-def places(gpus: Sequence[str], found: Topology, allowed: Set[int]) -> tuple[tuple[int, ...], frozenset[int]] | None:
+def places(gpus: Sequence[str], topology: Topology, allowed: Set[int]) -> tuple[tuple[int, ...], frozenset[int]] | None:
     """Return the NUMA nodes of `gpus` and those of their processors that are `allowed`; None where binding a process
     would not help: it may use no others, or a GPU's node is unknown."""
-    nodes = sorted({found.gpus.get(name, -1) for name in gpus})
+    nodes = sorted({topology.gpus.get(name, -1) for name in gpus})
     if not nodes or nodes[0] < 0:
         return None
-    own = frozenset().union(*(found.processors[node] for node in nodes)) & allowed
-    return (tuple(nodes), own) if own and own != allowed else None
+    cpus = frozenset().union(*(topology.processors[node] for node in nodes)) & allowed
+    return (tuple(nodes), cpus) if cpus and cpus != allowed else None
 
 
 def bind() -> str:
@@ -71,12 +71,12 @@ def bind() -> str:
     if not gpus or os.environ.get(SWITCH) == "0":
         return ""
     try:
-        found = places(gpus, topology(), os.sched_getaffinity(0))
+        binding = places(gpus, topology(), os.sched_getaffinity(0))
     except (OSError, ValueError):
         return ""
-    if found is None:
+    if binding is None:
         return ""
-    nodes, processors = found
+    nodes, processors = binding
     for thread in os.listdir("/proc/self/task"):  # Ray's threads call the worker's methods
         with contextlib.suppress(OSError):
             os.sched_setaffinity(int(thread), processors)

@@ -45,8 +45,8 @@ def family_shared_memory(process: psutil.Process | None = None) -> list[Path]:
 
 def _remove(folder: Path) -> None:
     noted = [Path(line) for notes in folder.glob(f"{NOTES}*") for line in notes.read_text().splitlines()]
-    named = [path for meeting in folder.glob(VLLM_MEETING) for path in SHARED_MEMORY.glob(f"{meeting.name}-*")]
-    for path in (*noted, *named):
+    orphans = [path for meeting in folder.glob(VLLM_MEETING) for path in SHARED_MEMORY.glob(f"{meeting.name}-*")]
+    for path in (*noted, *orphans):
         with contextlib.suppress(OSError):
             path.unlink()
     shutil.rmtree(folder, ignore_errors=True)

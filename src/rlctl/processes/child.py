@@ -75,8 +75,8 @@ def call_in_child(doing: str, function: Callable[[], T], *, limit_s: float | Non
                 process.kill()
                 process.wait()
     if code < 0:
-        why = f"{work} was killed by signal {-code}."
-        raise KilledError(why, "If the host ran out of memory (see `dmesg`), free some and run the command again.")
+        message = f"{work} was killed by signal {-code}."
+        raise KilledError(message, "If the host ran out of memory (see `dmesg`), free some and run the command again.")
     if code == EXIT_INTERRUPTED:
         raise RlctlError(f"{work} was stopped by a signal.", "Run the command again.")
     if answer is None:
@@ -92,11 +92,11 @@ def call_in_child(doing: str, function: Callable[[], T], *, limit_s: float | Non
 class Server:
     """A supervised process that answers requests. It may be started again after its end."""
 
-    def __init__(self, serve: Callable[[Connection, Any], None], what: str) -> None:
+    def __init__(self, serve: Callable[[Connection, Any], None], description: str) -> None:
         """`serve` gets the connection and a plan. It sends its first message once it can work, then answers requests
         until `EOFError`. An RlctlError that it raises is sent. Messages name the process by `what`, such as `the
         scorers (exact-match)`."""
-        self._serve, self._what = serve, what
+        self._serve, self._what = serve, description
         self.process: subprocess.Popen[Any] | None = None
         self.connection: Connection | None = None
         """None: the process does not run."""

@@ -37,13 +37,13 @@ def where(needs: Sequence[Need], places: Sequence[SenderPlace]) -> Places:
     )
 
 
-def choose_mover(asked: str, places: Places, directory: str | None) -> str:
+def choose_mover(name: str, places: Places, directory: str | None) -> str:
     """Return the mover asked for, or with `auto` one that fits the places. Raises ConfigError if it cannot work."""
-    if asked in UNDECIDED:
+    if name in UNDECIDED:
         return choose(places)
-    transport_facts(asked).require_place(places)
-    transport_facts(asked).require_directory(directory)
-    return asked
+    transport_facts(name).require_place(places)
+    transport_facts(name).require_directory(directory)
+    return name
 
 
 def why_not_shared(places: Sequence[SenderPlace]) -> str:
@@ -72,10 +72,13 @@ def plan_channels(
     near = {place.node for place in places}
     # Where messages are sent, a rank may have buffers for channels of every kind, which share the room of one. There
     # are no more rounds for it: each worker of an engine has a part of the model.
-    alone = transport_facts(mover).shares != "" and len({shared_place(mover, one) for one in (*needs, *places)}) == 1
+    alone = (
+        transport_facts(mover).shares != ""
+        and len({shared_place(mover, receiver) for receiver in (*needs, *places)}) == 1
+    )
     kinds = 1 if alone else len({key[1:] for key in groups})
-    for index, own in enumerate(groups.values()):
-        first, *more = sorted(own, key=lambda need: (need.node not in near, need.node))
+    for index, group in enumerate(groups.values()):
+        first, *more = sorted(group, key=lambda need: (need.node not in near, need.node))
         senders = tuple(
             rank for rank, place in enumerate(places) if shared_place(mover, place) == shared_place(mover, first)
         )
@@ -101,16 +104,16 @@ def shared_place(mover: str, party: Need | SenderPlace) -> str | None:
 
 def meeting_host(needs: Sequence[Need], places: Sequence[SenderPlace]) -> str:
     """Return the rendezvous address of a collective group: policy rank 0's."""
-    return "127.0.0.1" if len({one.node for one in (*needs, *places)}) == 1 else places[0].address
+    return "127.0.0.1" if len({receiver.node for receiver in (*needs, *places)}) == 1 else places[0].address
 
 
 def paths_of(table: Sequence[TableRow], needs: Sequence[Need]) -> dict[str, tuple[tuple[str, str], ...]]:
     """How each tensor comes into the engines' workers, as (path, reason), in the order of `table`."""
-    found: dict[str, dict[tuple[str, str], None]] = {row.name: {} for row in table}
-    for one in {one for need in needs for one in need.routes}:
-        for tensor in one.tensors:
-            found[tensor][one.path, one.reason] = None
-    return {tensor: tuple(sorted(paths)) for tensor, paths in found.items()}
+    routes: dict[str, dict[tuple[str, str], None]] = {row.name: {} for row in table}
+    for route in {route for need in needs for route in need.routes}:
+        for tensor in route.tensors:
+            routes[tensor][route.path, route.reason] = None
+    return {tensor: tuple(sorted(paths)) for tensor, paths in routes.items()}
 
 
 def shares_of(table: Sequence[TableRow], paths: dict[str, tuple[tuple[str, str], ...]]) -> tuple[Share, ...]:
@@ -118,4 +121,7 @@ def shares_of(table: Sequence[TableRow], paths: dict[str, tuple[tuple[str, str],
     for row in table:
         for path in paths[row.name]:
             rows.setdefault(path, []).append(row)
-    return tuple(Share(*path, len(own), sum(row.bytes for row in own)) for path, own in sorted(rows.items()))
+    return tuple(
+        Share(*path, len(rows_of_path), sum(row.bytes for row in rows_of_path))
+        for path, rows_of_path in sorted(rows.items())
+    )

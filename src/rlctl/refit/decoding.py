@@ -65,18 +65,20 @@ class DecodeCheck:
         new = min(self.sampling.max_new_tokens, self.max_length - 1)
         prompts = fixed_prompts(self.vocabulary, self.max_length - new, PROMPTS)
         unseen = tuple((token + version) % self.vocabulary for token in reversed(prompts[0]))
-        found: list[list[SampledGroup]] = [[] for _ in range(len(engines))]
-        for first, asked, tokens in ((0, prompts, new), (PROMPTS, [unseen], 1)):
-            requests = [GroupRequest(i, prompt, (1000 * version + i,)) for i, prompt in enumerate(asked, first)]
+        outcomes: list[list[SampledGroup]] = [[] for _ in range(len(engines))]
+        for first, requested, tokens in ((0, prompts, new), (PROMPTS, [unseen], 1)):
+            requests = [GroupRequest(i, prompt, (1000 * version + i,)) for i, prompt in enumerate(requested, first)]
             if first == 0 and self.shown is not None and len(self.shown.tokens) <= self.max_length - new:
-                shown = GroupRequest(SHOWN, self.shown.tokens, (1000 * version + SHOWN,), media=self.shown.media)
-                requests.append(shown)
+                fixed_prompt = GroupRequest(SHOWN, self.shown.tokens, (1000 * version + SHOWN,), media=self.shown.media)
+                requests.append(fixed_prompt)
             sampling = replace(self.sampling, max_new_tokens=tokens)
-            for own, outcome in zip(found, engines.generate([requests] * len(found), sampling, timeout_s), strict=True):
+            for engine_outcomes, outcome in zip(
+                outcomes, engines.generate([requests] * len(outcomes), sampling, timeout_s), strict=True
+            ):
                 if isinstance(outcome, RlctlError):
                     raise outcome
-                own += outcome
-        return found
+                engine_outcomes += outcome
+        return outcomes
 
     def compare(
         self, policy: PolicyClient, decoded: list[list[SampledGroup]], version: int, tensors: int, *, agreed: bool
@@ -84,20 +86,20 @@ class DecodeCheck:
         """Return the mean absolute difference over engines after `tensors` equal tensors; `agreed`: an earlier check
         passed. Raises VerificationError naming the first engine beyond the limit."""
         differences = [policy_difference(policy, results) for results in decoded]
-        for index, one in enumerate(differences):
-            if not one.mean_abs <= self.limit:  # also where it is not a number
+        for index, gap in enumerate(differences):
+            if not gap.mean_abs <= self.limit:  # also where it is not a number
                 texts = policy_difference(policy, [r for r in decoded[index] if r.group != SHOWN])
                 unseen = policy_difference(policy, [r for r in decoded[index] if r.group == PROMPTS])
                 cause = OF_IMAGES if texts.mean_abs <= self.limit else self._cause(unseen, agreed=agreed)
                 raise VerificationError(
                     f"Refit to version {version}: the tensors are equal (all {tensors} that were compared in engine "
-                    f"{index}), but its computation differs: its log-probs of {one.tokens} tokens are off "
-                    f"from the policy's by {one.mean_abs:.2g} on average, {one.max_abs:.2g} at most (limit "
+                    f"{index}), but its computation differs: its log-probs of {gap.tokens} tokens are off "
+                    f"from the policy's by {gap.mean_abs:.2g} on average, {gap.max_abs:.2g} at most (limit "
                     f"{self.limit:g}).",
                     f"{cause} The engine refuses to generate. `rlctl refit-test` says "
                     "more; --set checks.logprob_diff_error=... continues anyway.",
                 )
-        return sum(one.abs_sum for one in differences) / max(1, sum(one.tokens for one in differences))
+        return sum(gap.abs_sum for gap in differences) / max(1, sum(gap.tokens for gap in differences))
 
     def _cause(self, unseen: LogprobStats, *, agreed: bool) -> str:
         """Explain a difference: the first token after a new prompt needs neither decode graph nor cache, and stale

@@ -56,12 +56,12 @@ class Exchange:
 
     def send_through(self, channel: int, packer: Packer, to: int) -> None:
         """Have this rank's boxes of a channel sent by the rank `to`."""
-        same = (one for one, _ in self._outgoing.values() if one.copies == packer.copies)
+        same = (outgoing for outgoing, _ in self._outgoing.values() if outgoing.copies == packer.copies)
         self._outgoing[channel] = next(same, packer), to
 
     def send_for(self, channel: int, plan: TransferPlan, rounds: Rounds, sources: list[int]) -> None:
         """Have this rank send the boxes that `sources` hold of a channel."""
-        parts = [[message_parts(own) for own in by_round(plan.from_rank(source), rounds)] for source in sources]
+        parts = [[message_parts(copies) for copies in by_round(plan.from_rank(source), rounds)] for source in sources]
         self._incoming[channel] = sources, Images(rounds, parts, self.device, capacity=0)
         self._incoming[channel][1].let_go()
 

@@ -90,14 +90,14 @@ class RefitSender:
         self.refit_close()
         link = channels[0].connection
         mover = transport(link.mover)
-        own = (channel for channel in channels if mover.shares and channel.senders[0] == self.rank)
-        made = {channel.index: mover.make_staging(channel, self._device()) for channel in own}
+        own_channels = (channel for channel in channels if mover.shares and channel.senders[0] == self.rank)
+        made = {channel.index: mover.make_staging(channel, self._device()) for channel in own_channels}
         store = ServedStore(host, link.timeout_s) if mover.joins and self.rank == 0 else None
         state = self._refit = SenderState(RememberingWorld(self.source.layouts()), mover, made, store)
         with many_objects():
             state.plans = {channel.index: _plan(state.world, channel, channels, places) for channel in channels}
-        addresses = {index: one.segment.address for index, one in made.items()}
-        handles = {index: one.handles for index, one in made.items()}
+        addresses = {index: buffers.segment.address for index, buffers in made.items()}
+        handles = {index: buffers.handles for index, buffers in made.items()}
         sends = frozenset(index for index, plan in state.plans.items() if plan.from_rank(self.rank))
         return Made(addresses, handles, store.port if store else None, sends)
 
@@ -118,11 +118,11 @@ class RefitSender:
         link = channel.connection
         rounds = cut_rounds(channel.layout, link.capacity)
         plan = state.plans.pop(channel.index)
-        own, inside = plan.from_rank(self.rank), self.rank in channel.senders
-        if not own and not inside:
+        copies, inside = plan.from_rank(self.rank), self.rank in channel.senders
+        if not copies and not inside:
             return plan.problems()
         messages = not state.transport.shares
-        packer = Packer(rounds, own, message=messages or not inside, rounding=self.source.rounding)
+        packer = Packer(rounds, copies, message=messages or not inside, rounding=self.source.rounding)
         state.rounds = max(state.rounds, len(rounds))
         if inside:
             staging = state.staging.get(channel.index)
@@ -186,13 +186,13 @@ class RefitSender:
         return seconds
 
     def refit_find_changes(self) -> list[ChangeSizes]:
-        parameters, found = self.source.sent_parameters(), []
+        parameters, changes_found = self.source.sent_parameters(), []
         with torch.no_grad():
             for end in self._state().ends.values():
                 end.packer.look(parameters)
                 if end.changes:
-                    found.append(end.changes.compare())
-        return found
+                    changes_found.append(end.changes.compare())
+        return changes_found
 
     def refit_send_changes(self, version: int, attempt: int, lengths: tuple[Lengths, ...]) -> Sent:
         ends, packing, count = self._state().ends, 0.0, 0
@@ -227,10 +227,10 @@ class RefitSender:
             self._state().transport.retire(self._directory(), version)
 
     def refit_fingerprints(self, tensors: list[str] | None = None) -> dict[str, int]:
-        wanted = None if tensors is None else set(tensors)
+        names = None if tensors is None else set(tensors)
         rows = {row.name: row for row in self._state().setup.table}
         sums: dict[str, int] = {}
-        for copy, values in self._boxes(wanted):
+        for copy, values in self._boxes(names):
             row = rows[copy.tensor]
             starts, steps = [s.start for s in copy.tensor_box], [s.step for s in copy.tensor_box]
             values = transformed(values, copy, rounding=self.source.rounding).to(getattr(torch, row.dtype))
@@ -239,11 +239,11 @@ class RefitSender:
         return sums
 
     def refit_perturb(self, seed: int, scale: float, share: float = 1.0) -> None:
-        held = {p.param: f"{p.tensor}{p.tensor_box}" for p in self.source.layouts().layout(self.rank).pieces}
+        boxes = {p.param: f"{p.tensor}{p.tensor_box}" for p in self.source.layouts().layout(self.rank).pieces}
         for name, parameter in self.source.parameters().items():
             if name in self.source.stored_alone:
                 continue
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}{held.get(name, name)}".encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}{boxes.get(name, name)}".encode()))
             noise = scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             if share < 1:
                 noise *= torch.rand(parameter.shape, generator=generator) < share
@@ -305,14 +305,14 @@ class RefitSender:
 
 def _plan(world: World, channel: Channel, channels: Sequence[Channel], places: tuple[SenderPlace, ...]) -> TransferPlan:
     rounds = cut_rounds(channel.layout, channel.connection.capacity)
-    distances = [2 if one.node != channel.node else int(one.device != channel.device) for one in places]
+    distances = [2 if place.node != channel.node else int(place.device != channel.device) for place in places]
 
     @cache
     def among(ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Choose a relayed rank per channel among holders of the same boxes, because each channel costs it buffers."""
         if not set(channel.senders).isdisjoint(ranks):
             return ranks
-        others = [one.index for one in channels if set(one.senders).isdisjoint(ranks)]
+        others = [other_channel.index for other_channel in channels if set(other_channel.senders).isdisjoint(ranks)]
         return (ranks[others.index(channel.index) % len(ranks)],)
 
     return receive_plan(world, chunk_layout(channel.layout, rounds), distances, among=among)

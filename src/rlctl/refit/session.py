@@ -146,7 +146,9 @@ class RefitSession:
         # Both sides at once: a collective group is complete when all its members have joined, and ranks join the groups
         # of several channels in the channels' order.
         opening = self.policy.submit(WeightSender.refit_connect, self.setup)
-        connecting = self.engines.submit_each(WeightReceiver.refit_connect, [(one,) for one in connections])
+        connecting = self.engines.submit_each(
+            WeightReceiver.refit_connect, [(connection,) for connection in connections]
+        )
         limit = self.settings.timeout_s + MARGIN_S
         by_rank, _ = self._guard("open", lambda: wait_together(opening, connecting, limit))
         if problems := [line for of_rank in by_rank for line in of_rank]:
@@ -166,14 +168,17 @@ class RefitSession:
         """Complete the channels with both sides' connection data."""
         host = meeting_host(needs, places)
         made = self._wait("open", self.policy, WeightSender.refit_make, channels, places, host)
-        addresses = {index: address for one in made for index, address in one.addresses.items()}
-        handles = {index: own for one in made for index, own in one.handles.items()}
-        port, run = next((one.store_port for one in made if one.store_port is not None), None), secrets.token_hex(4)
+        addresses = {index: address for report in made for index, address in report.addresses.items()}
+        handles = {index: handle for report in made for index, handle in report.handles.items()}
+        port, run = (
+            next((report.store_port for report in made if report.store_port is not None), None),
+            secrets.token_hex(4),
+        )
         done = []
         for c in channels:
             link = replace(c.connection, address=addresses.get(c.index), handles=handles.get(c.index, ()))
             if port is not None:  # ranks with nothing to send stay out
-                c = replace(c, senders=tuple(rank for rank, one in enumerate(made) if c.index in one.sends))
+                c = replace(c, senders=tuple(rank for rank, report in enumerate(made) if c.index in report.sends))
                 senders = tuple(places[rank].name for rank in c.senders)
                 group = Rendezvous(host, port, f"refit-{run}-{c.index}", (*senders, *link.receivers))
                 link = replace(link, senders=senders, group=group)
@@ -200,11 +205,11 @@ class RefitSession:
         resets = self._wait("load", self.engines, WeightReceiver.refit_finish, version)
         ended = time.perf_counter()
         self.refits += 1
-        told = self._wait("load", self.engines, WeightReceiver.received)
-        received: list[Received] = [one for of_engine in told for one in of_engine]
-        waited = min(max(one.waited_s for one in received) + wrote_s + compared_s, moved - moving)
+        results = self._wait("load", self.engines, WeightReceiver.received)
+        received: list[Received] = [report for of_engine in results for report in of_engine]
+        waited = min(max(report.waited_s for report in received) + wrote_s + compared_s, moved - moving)
         reset = max(resets)
-        exchanged = min(max(one.exchange_s for one in sent), waited)
+        exchanged = min(max(report.exchange_s for report in sent), waited)
         seconds = {
             RefitPhase.WAKE: moving - begun,
             **({RefitPhase.EXCHANGE: exchanged} if exchanged else {}),
@@ -230,8 +235,8 @@ class RefitSession:
             receive=received[0].path,
             shares=self.shares,
             sparse=sparse,
-            sent_bytes=sum(one.bytes for one in sent),
-            packing_s=max(one.packing_s for one in sent),
+            sent_bytes=sum(report.bytes for report in sent),
+            packing_s=max(report.packing_s for report in sent),
         )
 
     def _why_whole(self, needs: list[Need], places: tuple[SenderPlace, ...]) -> str:
@@ -252,12 +257,12 @@ class RefitSession:
         if self._since_full + 1 >= self.settings.full_every:
             return None, f"everything: every {self.settings.full_every} refits"
         by_rank: list[list[ChangeSizes]] = self._wait("changes", self.policy, WeightSender.refit_find_changes)
-        found = [one for of in by_rank for one in of]
-        size, changed = sum(one.bytes for one in found), sum(one.changed for one in found)
-        share = f"{changed / max(1, sum(one.elements for one in found)):.1%} of the elements have changed"
+        reports = [report for of in by_rank for report in of]
+        size, changed = sum(report.bytes for report in reports), sum(report.changed for report in reports)
+        share = f"{changed / max(1, sum(report.elements for report in reports)):.1%} of the elements have changed"
         if size > SPARSE_LIMIT * self.payload_bytes:
             return None, f"everything: {share}"
-        sizes = [{one.channel: one.sizes for one in of} for of in by_rank]
+        sizes = [{report.channel: report.sizes for report in of} for of in by_rank]
         lengths = [
             tuple(zip_longest(*(sizes[rank].get(c.index, ()) for rank in c.senders), fillvalue=EMPTY_BYTES))
             for c in self.setup.channels
@@ -285,10 +290,10 @@ class RefitSession:
         limit = self.settings.timeout_s + MARGIN_S
         return self._guard("transfer", lambda: wait_together(sending, receiving, limit))[0], 0.0
 
-    def _to_compare(self, version: int, wanted: bool | None) -> list[str] | None:
+    def _to_compare(self, version: int, requested: bool | None) -> list[str] | None:
         """Return tensors to compare: all (None) at first and at intervals, else a sample determined by the version."""
-        if wanted is not None:
-            return None if wanted else []
+        if requested is not None:
+            return None if requested else []
         every = self.settings.verify_every
         if self.refits == 1 or (every > 0 and (self.refits - 1) % every == 0):
             return None
@@ -319,14 +324,14 @@ class RefitSession:
         differs from the conversion."""
         sums = self.policy.submit(WeightSender.refit_fingerprints, tensors)
         reading = self.engines.submit(WeightReceiver.readings, tensors)
-        found, readings = self._guard("verify", lambda: wait_together(sums, reading, self.settings.timeout_s))
-        source = source_sums(found)
+        sums_by_rank, readings = self._guard("verify", lambda: wait_together(sums, reading, self.settings.timeout_s))
+        source = source_sums(sums_by_rank)
         if self.refits == 1:
             same = {row.name for row in self.setup.table if row.dtype == self._dtype}
             converted = {name: value for name, value in self._converted.items() if name in same}
             require_as_converted(source, converted, self._converted_at)
         firsts = range(0, len(readings), self.members)
-        models = [[one for of in readings[first : first + self.members] for one in of] for first in firsts]
+        models = [[reading for of in readings[first : first + self.members] for reading in of] for first in firsts]
         return [compare(source, of_one, tensors) for of_one in models]
 
     def close(self) -> None:
@@ -370,8 +375,8 @@ class RefitSession:
 
 
 def _as_held(table: tuple[TableRow, ...], needs: list[Need]) -> tuple[TableRow, ...]:
-    held: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
     for need in needs:
-        if len(held) < len(table):  # replicas and slices of the same tensors have the same dtype
-            held |= {piece.tensor: need.layout.params[piece.param].dtype for piece in need.layout.pieces}
-    return tuple(row._replace(dtype=held.get(row.name, row.dtype)) for row in table)
+        if len(dtypes) < len(table):  # replicas and slices of the same tensors have the same dtype
+            dtypes |= {piece.tensor: need.layout.params[piece.param].dtype for piece in need.layout.pieces}
+    return tuple(row._replace(dtype=dtypes.get(row.name, row.dtype)) for row in table)

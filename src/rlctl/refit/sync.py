@@ -215,12 +215,12 @@ class WeightSync:
             # Rollouts that were kept in flight come first: this may take as long as they do.
             decoded = check.decode(self.engines, report.version, self.engines.group.call_timeout_s)
         try:
-            found = check.compare(self._policy, decoded, report.version, report.verified, agreed=self._agreed)
+            agreement = check.compare(self._policy, decoded, report.version, report.verified, agreed=self._agreed)
         except VerificationError:
             self.session.reject(report.version)
             raise
         self._agreed = True
-        return replace(report, decoding=found)
+        return replace(report, decoding=agreement)
 
     def recover(self, error: RlctlError, version: int) -> RefitReport:
         """Replace engines lost with `error` and refit all to `version`; devices keep their owner. Raises `error` if

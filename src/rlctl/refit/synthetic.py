@@ -154,7 +154,7 @@ class SyntheticEngine(ReceivingEnd):
             value.fill_(float("nan"))
 
     def readings(self, tensors: list[str] | None = None) -> list[Reading]:
-        found = []
+        all_readings = []
         for piece in self.layout.pieces:
             if tensors is not None and piece.tensor not in tensors:
                 continue
@@ -163,8 +163,8 @@ class SyntheticEngine(ReceivingEnd):
             shape = self._shapes[piece.tensor]
             start, step = [s.start for s in piece.tensor_box], [s.step for s in piece.tensor_box]
             value = fingerprint(box.reshape(extent), shape, start, step)
-            found.append(Reading(piece.tensor, shape, tuple(start), extent, value, piece.param))
-        return found
+            all_readings.append(Reading(piece.tensor, shape, tuple(start), extent, value, piece.param))
+        return all_readings
 
     def refit_close(self) -> None:
         self.close()

@@ -47,23 +47,23 @@ def compare(
     """Compare the policy's fingerprints with one engine's readings (only `sample`, if given). Copies must be equal,
     parts must add up, and buffers must be unchanged."""
     if sample is not None:
-        wanted = set(sample)
-        readings = [reading for reading in readings if reading.unreadable or reading.tensor in wanted]
-    held: dict[str, list[Reading]] = {}
+        names = set(sample)
+        readings = [reading for reading in readings if reading.unreadable or reading.tensor in names]
+    readings_of: dict[str, list[Reading]] = {}
     buffers = [r for r in readings if r.expected is not None]
     unreadable = {r.tensor: r.unreadable for r in readings if r.unreadable}
     for reading in readings:
         if reading.expected is None and not reading.unreadable:
-            held.setdefault(reading.tensor, []).append(reading)
-    both = sorted(set(source) & set(held))
-    absent = {name: _why_unread(name, unreadable) for name in sorted(set(source) - set(held))}
+            readings_of.setdefault(reading.tensor, []).append(reading)
+    both = sorted(set(source) & set(readings_of))
+    absent = {name: _why_unread(name, unreadable) for name in sorted(set(source) - set(readings_of))}
     changed = {r.tensor for r in buffers if r.value != r.expected}
     return TensorComparison(
         tensors=len(both),
-        mismatched=(*(name for name in both if not _agrees(source[name], held[name])), *sorted(changed)),
-        missing=tuple(name for name, why in absent.items() if not why),
-        extra=tuple(sorted(set(held) - set(source))),
-        unread=tuple((name, why) for name, why in absent.items() if why),
+        mismatched=(*(name for name in both if not _agrees(source[name], readings_of[name])), *sorted(changed)),
+        missing=tuple(name for name, reason in absent.items() if not reason),
+        extra=tuple(sorted(set(readings_of) - set(source))),
+        unread=tuple((name, reason) for name, reason in absent.items() if reason),
         buffers=len({r.tensor for r in buffers}),
     )
 
@@ -72,10 +72,10 @@ def _why_unread(tensor: str, unreadable: dict[str, str]) -> str:
     """Return why `tensor`, or a parameter with it, is unreadable; empty: it is readable."""
     if tensor in unreadable:
         return unreadable[tensor]
-    for parameter, why in unreadable.items():
+    for parameter, reason in unreadable.items():
         module = parameter.rpartition(".")[0]
         if tensor.startswith((f"{module}.", f"{module.removesuffix('.routed_experts')}.")):
-            return f"{parameter} {why}"
+            return f"{parameter} {reason}"
     return ""
 
 
@@ -110,8 +110,8 @@ def require_equal(comparison: TensorComparison, version: int, where: str) -> Non
     if comparison.equal:
         return
     parts = [
-        f"{len(names)} {what} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
-        for what, names in (
+        f"{len(names)} {description} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
+        for description, names in (
             ("differ", comparison.mismatched),
             ("are missing in the engine", comparison.missing),
             ("are in the engine alone", comparison.extra),
@@ -132,17 +132,17 @@ def assemble(shape: Sequence[int], boxes: Sequence[tuple[list[tuple[int, int, in
     return whole
 
 
-def guess(expected: np.ndarray, found: np.ndarray) -> str:
+def guess(expected: np.ndarray, actual: np.ndarray) -> str:
     """Guess in a few words why `found` is not `expected`."""
-    if np.isnan(found).all():
+    if np.isnan(actual).all():
         return "missing: never written"
-    if not found.any() and expected.any():
+    if not actual.any() and expected.any():
         return "missing: all zeros"
-    if np.isnan(found).any():
-        return f"missing in part: {np.isnan(found).mean():.0%} of the elements never written"
-    if np.array_equal(np.sort(found, axis=None), np.sort(expected, axis=None)):
+    if np.isnan(actual).any():
+        return f"missing in part: {np.isnan(actual).mean():.0%} of the elements never written"
+    if np.array_equal(np.sort(actual, axis=None), np.sort(expected, axis=None)):
         return "the right elements in another order"
-    wrong = float((expected != found).mean())
-    largest = float(np.abs(expected.astype(np.float64) - found).max())
+    wrong = float((expected != actual).mean())
+    largest = float(np.abs(expected.astype(np.float64) - actual).max())
     rounded = largest <= 2**-8 * float(np.abs(expected).max() or 1.0)
     return f"{wrong:.1%} of the elements differ by at most {largest:.3g}" + (" (rounding?)" if rounded else "")

@@ -79,17 +79,17 @@ def read_piece(memory: torch.Tensor, dtypes: Sequence[torch.dtype]) -> Iterator[
 def differing(values: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
     """Return indices (int64) of bytewise differences. On a CPU, cache-sized blocks make it four times as fast."""
     bits = _INTEGERS[values.element_size()]
-    one, other = values.view(bits), sent.view(bits)
+    current, other = values.view(bits), sent.view(bits)
     if values.device.type != "cpu":
-        return torch.nonzero(one != other).squeeze(1)
-    left, right, found = one.numpy(), other.numpy(), []
+        return torch.nonzero(current != other).squeeze(1)
+    left, right, indices = current.numpy(), other.numpy(), []
     mask = np.empty(min(BLOCK, len(left)), bool)
     for first in range(0, len(left), BLOCK):
         part = left[first : first + BLOCK]
         np.not_equal(part, right[first : first + BLOCK], out=mask[: len(part)])
         if mask[: len(part)].any():
-            found.append(np.flatnonzero(mask[: len(part)]) + first)
-    return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64)
+            indices.append(np.flatnonzero(mask[: len(part)]) + first)
+    return torch.from_numpy(np.concatenate(indices)) if indices else torch.empty(0, dtype=torch.int64)
 
 
 class ChangePacker:
@@ -126,13 +126,13 @@ class ChangePacker:
         self._pieces, sizes, changed = [], [], 0
         for sent, (copy, chunk) in zip(self._sent, self._chunks, strict=True):
             values = self._values(copy)
-            found = differing(values, sent)
-            if not len(found):
+            changed_indices = differing(values, sent)
+            if not len(changed_indices):
                 continue
-            new = values[found]
-            sent[found] = new
-            places = self._places(copy, chunk, found)
-            changed += len(found)
+            new = values[changed_indices]
+            sent[changed_indices] = new
+            places = self._places(copy, chunk, changed_indices)
+            changed += len(changed_indices)
             for entry, bytes_ in self._cut(self._params[chunk.param], places, new):
                 if not self._pieces or sizes[-1] + bytes_ > self.region:
                     self._pieces.append([])

@@ -155,10 +155,10 @@ class CollectiveReceiver(Receiver):
 
     def _require_version(self, version: int) -> None:
         for rank in self.senders if self.before is None else [self.before]:
-            found = self.group.receive_number(rank, self.tag, "the version")
-            if found != version:
+            sent_version = self.group.receive_number(rank, self.tag, "the version")
+            if sent_version != version:
                 raise VerificationError(
-                    f"{self.names[rank]} sends version {found} of the weights; version {version} was expected."
+                    f"{self.names[rank]} sends version {sent_version} of the weights; version {version} was expected."
                 )
         if self.after is not None:
             self.group.send_number(version, self.after, self.tag).wait("the version")
@@ -178,7 +178,7 @@ class CollectiveReceiver(Receiver):
             ranks = self.senders if self.before is None else [self.before] * len(self.senders)
             memory = list(zip(ranks, self._parts(index), strict=False))
         self._arriving[index] = self.group.together(
-            [], [Message(one, rank, self.tag) for rank, one in memory if len(one)]
+            [], [Message(region, rank, self.tag) for rank, region in memory if len(region)]
         )
 
     def _parts(self, index: int) -> list[torch.Tensor]:
@@ -190,9 +190,9 @@ class CollectiveReceiver(Receiver):
         count, capacity = len(self.senders), self.connection.capacity
         return [region(image, capacity, count, i)[:length] for i, length in enumerate(self._changes[index])]
 
-    def _left(self, index: int, what: str) -> None:
+    def _left(self, index: int, peer_state: str) -> None:
         for pending in self._leaving.pop(index, ()):
-            pending.wait(what)
+            pending.wait(peer_state)
 
     def wait(self, index: int) -> torch.Tensor:
         self._left(index - 2, f"round {index - 1}")  # the image that this round is put together in
@@ -206,7 +206,7 @@ class CollectiveReceiver(Receiver):
             from rlctl.transport.process_group import Message
 
             self._leaving[index] = self.group.together(
-                [Message(one, self.after, self.tag) for one in self._parts(index)], []
+                [Message(part, self.after, self.tag) for part in self._parts(index)], []
             )
         return self.images.image(index)
 

@@ -153,8 +153,8 @@ def _opened(link: Connection, version: int, sender: str) -> BinaryIO:
     try:
         return (folder / file_name(link.channel, sender)).open("rb")
     except FileNotFoundError:
-        held = sorted(path.name for path in folder.parent.glob("version-*"))
+        versions = sorted(path.name for path in folder.parent.glob("version-*"))
         raise VerificationError(
-            f"{folder.parent} does not hold version {version} of the weights ({', '.join(held) or 'it is empty'}).",
+            f"{folder.parent} does not hold version {version} of the weights ({', '.join(versions) or 'it is empty'}).",
             "Engine and policy must see the same files under refit.directory.",
         ) from None

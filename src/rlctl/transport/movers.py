@@ -80,9 +80,9 @@ class Transport(TransportFacts):
 
 def transport(name: str) -> Transport:
     """Return a transport by its name. Raises InputError for an unknown name or a broken package."""
-    found = transport_facts(name)
-    assert isinstance(found, Transport)
-    return found
+    facts = transport_facts(name)
+    assert isinstance(facts, Transport)
+    return facts
 
 
 class TimedReceiver:

@@ -98,20 +98,20 @@ class TransferGroup:
         """Start sends and receives as one operation, because NCCL runs single ones in order and could deadlock. Both
         ends list messages alike."""
         if self.device.type == "cpu":
-            return [self.receive(*one) for one in receives] + [self.send(*one) for one in sends]
+            return [self.receive(*receive) for receive in receives] + [self.send(*send) for send in sends]
         return [self._begin(sends, receives, "exchange")] if sends or receives else []
 
     def _begin(self, sends: list[Message], receives: list[Message], verb: str) -> Pending:
-        peers = ", ".join(self.names[peer] for peer in sorted({one.peer for one in (*sends, *receives)}))
+        peers = ", ".join(self.names[peer] for peer in sorted({message.peer for message in (*sends, *receives)}))
         batched, work = self.device.type == "cuda", None
         try:
             # In a batch NCCL uses the group's communicator; for a message alone it would make one for the two members.
             if batched:
                 self._group._start_coalescing()
-            for one in receives:
-                work = self._group.recv([one.memory], one.peer, one.tag)
-            for one in sends:
-                work = self._group.send([one.memory], one.peer, one.tag)
+            for receive in receives:
+                work = self._group.recv([receive.memory], receive.peer, receive.tag)
+            for receive in sends:
+                work = self._group.send([receive.memory], receive.peer, receive.tag)
             if batched:
                 work = self._group._end_coalescing()
             return Pending(work, peers, verb, self.timeout_s, (*sends, *receives))
@@ -121,9 +121,9 @@ class TransferGroup:
     def send_number(self, number: int, to: int, tag: int) -> Pending:
         return self.send(torch.tensor([number], dtype=torch.int64, device=self.device), to, tag)
 
-    def receive_number(self, source: int, tag: int, what: str) -> int:
+    def receive_number(self, source: int, tag: int, description: str) -> int:
         memory = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.receive(memory, source, tag).wait(what)
+        self.receive(memory, source, tag).wait(description)
         return int(memory)
 
     def finish_copies(self) -> None:
@@ -145,18 +145,18 @@ class Pending:
         """`peer` and `verb`: the other member and its action, for errors. `kept` memory stays alive."""
         self._work, self._peer, self._verb, self._timeout_s, self._kept = work, peer, verb, timeout_s, kept
 
-    def wait(self, what: str) -> None:
+    def wait(self, activity: str) -> None:
         """Wait until it is finished. Raises WaitTimeoutError or WorkerError naming the other member."""
         try:
             done = self._work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             if "imed out" not in str(error) and "imeout" not in str(error):
-                raise _left(self._peer, self._verb, what, error) from None
+                raise _left(self._peer, self._verb, activity, error) from None
             done = False
         if done is False:
-            raise WaitTimeoutError(f"{self._peer} did not {self._verb} {what} in {self._timeout_s:.0f} s.")
+            raise WaitTimeoutError(f"{self._peer} did not {self._verb} {activity} in {self._timeout_s:.0f} s.")
 
 
-def _left(name: str, verb: str, what: str, error: RuntimeError) -> PeerFailedError:
+def _left(name: str, verb: str, activity: str, error: RuntimeError) -> PeerFailedError:
     text = str(error).strip().splitlines()[0]
-    return PeerFailedError(f"{name} is gone or gave up: it did not {verb} {what} ({text}).")
+    return PeerFailedError(f"{name} is gone or gave up: it did not {verb} {activity} ({text}).")

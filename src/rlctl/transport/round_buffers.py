@@ -29,10 +29,10 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 def by_round(copies: Sequence[Copy], rounds: Rounds) -> list[list[Copy]]:
     """The copies of a channel's plan by round, in an order that both ends find."""
-    found: list[list[Copy]] = [[] for _ in rounds]
+    copies_of: list[list[Copy]] = [[] for _ in rounds]
     for copy in copies:
-        found[int(copy.destination_param.partition(".")[0])].append(copy)
-    return found
+        copies_of[int(copy.destination_param.partition(".")[0])].append(copy)
+    return copies_of
 
 
 def chunk_number(copy: Copy) -> int:
@@ -72,10 +72,10 @@ class Packer:
         self.rounds, self.message = rounds, message
         self.rounding: Rounding = rounding
         self.copies = by_round(copies, rounds)
-        self.parts = [message_parts(own) if message else () for own in self.copies]
-        self.lengths = [message_bytes(own) for own in self.parts]
+        self.parts = [message_parts(copies) if message else () for copies in self.copies]
+        self.lengths = [message_bytes(parts_of_copy) for parts_of_copy in self.parts]
         """Bytes of the message of each round."""
-        self.bytes = [sum(map(bytes_of, own)) for own in self.copies]
+        self.bytes = [sum(map(bytes_of, copies)) for copies in self.copies]
         """Bytes that this rank writes in each round."""
         self._bound: dict[tuple[int, int], _Bound] = {}
         self._where: dict[str, int] = {}
@@ -131,9 +131,10 @@ class Images:
         self.rounds, self.parts = rounds, parts
         self.images = [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(2)]
         lengths = [
-            [-(-message_bytes(own[index]) // ALIGNMENT) * ALIGNMENT for own in parts] for index in range(len(rounds))
+            [-(-message_bytes(parts_of_copy[index]) // ALIGNMENT) * ALIGNMENT for parts_of_copy in parts]
+            for index in range(len(rounds))
         ]
-        self._starts = [list(accumulate(own, initial=0)) for own in lengths]
+        self._starts = [list(accumulate(sizes, initial=0)) for sizes in lengths]
         """By round: where each sender's message begins, and the end of the last one."""
         self._device = device
         self.let_go()

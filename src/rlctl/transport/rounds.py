@@ -184,7 +184,7 @@ def _split(box: Box, dtype: str, capacity: int) -> Iterator[Box]:
 
 
 def buffer_bytes(rounds: Rounds) -> int:
-    return max((chunk.offset + chunk.bytes for own in rounds for chunk in own), default=0)
+    return max((chunk.offset + chunk.bytes for chunks in rounds for chunk in chunks), default=0)
 
 
 def chunk_layout(layout: Layout, rounds: Rounds) -> Layout:
@@ -193,14 +193,14 @@ def chunk_layout(layout: Layout, rounds: Rounds) -> Layout:
     for piece in layout.pieces:
         pieces.setdefault(piece.param, []).append(piece)
     params: dict[str, ParamSpec] = {}
-    own: list[Piece] = []
+    kept: list[Piece] = []
     for index, chunks in enumerate(rounds):
         for number, chunk in enumerate(chunks):
             name = f"{index}.{number}"
             params[name] = ParamSpec(chunk.shape, chunk.dtype)
-            found = (cut(piece, name, chunk.box) for piece in pieces.get(chunk.param, ()))
-            own += [piece for piece in found if piece is not None]
-    return Layout(0, params, tuple(own))
+            cuts = (cut(piece, name, chunk.box) for piece in pieces.get(chunk.param, ()))
+            kept += [piece for piece in cuts if piece is not None]
+    return Layout(0, params, tuple(kept))
 
 
 def whole_tensors(rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
@@ -216,16 +216,16 @@ def rows_of(box: Box) -> tuple[slice, ...]:
 
 def encode_parts(parts: Sequence[Sequence[MessagePart]]) -> bytes:
     """Return a sender's messages by round as JSON, sent to receivers once."""
-    return json.dumps([[[p.chunk, *p.view, p.offset, p.bytes] for p in own] for own in parts]).encode()
+    return json.dumps([[[p.chunk, *p.view, p.offset, p.bytes] for p in chunk_parts] for chunk_parts in parts]).encode()
 
 
 def decode_parts(text: bytes) -> list[tuple[MessagePart, ...]]:
     return [
         tuple(
             MessagePart(chunk, View(first, tuple(shape), tuple(strides)), offset, size)
-            for chunk, first, shape, strides, offset, size in own
+            for chunk, first, shape, strides, offset, size in chunk_parts
         )
-        for own in json.loads(text)
+        for chunk_parts in json.loads(text)
     ]
 
 

@@ -155,8 +155,8 @@ class Ring:
         self._senders, self._receivers = range(len(senders)), range(len(senders), len(self.names))
         first = _header(len(self.names))
         self._cells = segment.buffer[:first].numpy().view(np.int64).reshape(-1, CELL // 8)
-        own = [segment.buffer[first + i * capacity : first + (i + 1) * capacity] for i in range(buffers)]
-        self.buffers = memory if memory is not None else own
+        regions = [segment.buffer[first + i * capacity : first + (i + 1) * capacity] for i in range(buffers)]
+        self.buffers = memory if memory is not None else regions
         self._attempt, self._version, self._deadline = 0, 0, 0.0
         self._cells[me, PROCESS] = os.getpid()
 
