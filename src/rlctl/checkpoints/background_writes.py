@@ -29,10 +29,10 @@ from rlctl.checkpoints.megatron.pickles import MAPPED_ALIGNMENT
 from rlctl.checkpoints.megatron.torch_dist_files import without_checksums
 
 BUFFER_BYTES = 4 << 20
-"""Bytes per write: a disk needs large ones, and a processor's cache holds these."""
+"""Bytes per write: a disk needs large writes, and this size fits a processor's cache."""
 LIVE_BYTES = range(64 << 10, 256 << 20)
-"""Sizes of tensors that stay where they are. Smaller ones are copied at once: biases of routers change before the
-optimizer's step. So are larger ones: training would wait for the end of the one being written."""
+"""Sizes of tensors that are not copied at first. Smaller tensors are copied at once: biases of routers change before
+the optimizer's step. Larger ones too: training would wait for the end of the write."""
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 """Errors of file systems that do not write past the page cache."""
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -41,7 +41,7 @@ FAST_BYTES_PER_S = 500e6
 WORTH_CACHING = 1.5
 """Gain at which writes go through the page cache, although that takes more processor time."""
 TELLING_BYTES = 32 << 20
-"""Smaller files say nothing about a rate."""
+"""Smaller files measure no rate."""
 LESS_URGENT = 10
 """The priority (nice) of a thread that writes beside training."""
 

@@ -1,4 +1,4 @@
-"""Where rlctl keeps models: converted ones where every node finds them, fetched ones in its own cache."""
+"""Model storage: conversions where every node finds them, downloads in rlctl's cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def named_directory() -> Path | None:
 
 
 def hub_directory() -> Path:
-    """HF_HOME, else ~/.cache/huggingface: the Hugging Face libraries' own directory, models of the hub below it."""
+    """HF_HOME, else ~/.cache/huggingface: the Hugging Face libraries' directory, with the hub's models below it."""
     return user_path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
 
 

@@ -27,7 +27,7 @@ from rlctl.models.catalog import near
 CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.codes", "*.spm")
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
 # Copies of the same weights in other formats, which some repositories carry next to the published ones, and all folders
-# but one: the patterns match names that differ from its name in one letter, and no pattern says "all but".
+# but one: patterns cannot say "all but", so these match names that differ from its name in one letter.
 IGNORED_FILES = [
     "consolidated*", *(f"{NAMED_TEMPLATES[:at]}[!{letter}]*/*" for at, letter in enumerate(NAMED_TEMPLATES))
 ]  # fmt: skip

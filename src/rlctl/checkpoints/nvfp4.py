@@ -23,6 +23,6 @@ def rounded(values: Tensor, largest: Tensor, block: int) -> Tensor:
 
 
 def _nearest(sizes: Tensor) -> Tensor:
-    """Numbers of E2M1 from positive ones: they are 0.5 apart up to 2, 1 up to 4, and then 2."""
+    """Round positive numbers to E2M1: its values are 0.5 apart up to 2, 1 up to 4, then 2."""
     step = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))
     return ((sizes / step).round() * step).clamp(max=LARGEST_NUMBER)

@@ -122,7 +122,7 @@ def _mix(index: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift: torch's own keeps the sign."""
+    """Logical shift: torch's `>>` keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

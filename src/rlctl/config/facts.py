@@ -24,7 +24,7 @@ class Fact(enum.Flag):
     FOR_A_MACHINE = enum.auto()
     """A recipe chose the value for another machine: rlctl drops it if no plan fits."""
     FREE = enum.auto()
-    """A resume may change the key: how long, where and how a run is watched, and nothing its numbers follow from."""
+    """A resume may change the key: it affects length, place or monitoring of a run, and no number of it."""
     REHEARSAL_DETAIL = enum.auto()
     """A rehearsal changes the key without reporting it."""
 

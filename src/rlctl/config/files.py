@@ -143,6 +143,6 @@ def user_path(name: str | os.PathLike[str]) -> Path:
 
 
 def cache_directory() -> Path:
-    """Return rlctl's own cache: RLCTL_CACHE_DIR, else `rlctl` in XDG_CACHE_HOME or ~/.cache."""
+    """Return rlctl's cache: RLCTL_CACHE_DIR, else `rlctl` in XDG_CACHE_HOME or ~/.cache."""
     configured = os.environ.get("RLCTL_CACHE_DIR")
     return user_path(configured or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rlctl")

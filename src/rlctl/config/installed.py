@@ -54,7 +54,7 @@ class Function:
 
 
 class First:
-    """Stands for types around another one that say nothing about its values."""
+    """Represents wrapper types that do not restrict values."""
 
     def __class_getitem__(cls, parts: Any) -> Any:
         return parts[0] if isinstance(parts, tuple) else parts

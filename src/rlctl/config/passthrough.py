@@ -62,7 +62,7 @@ ABSENT_PARTS = ("dsa_", "linear_", "mamba_", "use_mamba")
 
 
 def without_effect(name: str, *, experts: bool, latent_attention: bool) -> str | None:
-    """Return why a field of Megatron's TransformerConfig does nothing in a model with these parts; None if it may."""
+    """Return why a field of Megatron's TransformerConfig has no effect in a model with these parts; None if it may."""
     if name.startswith(ABSENT_PARTS):
         return "no model that rlctl trains has the parts it is for"
     if not experts and (name.startswith("moe_") or "_moe_" in name):
@@ -73,7 +73,8 @@ def without_effect(name: str, *, experts: bool, latent_attention: bool) -> str |
 
 
 def passed_fields(section: str) -> dict[str, InstalledField] | None:
-    """Return the installed version's fields that a section hands on: rlctl neither sets them nor has its own key."""
+    """Return the installed version's fields that a section passes through: rlctl neither sets them nor has a key for
+    them."""
     fields = TARGETS[section].fields()
     if fields is None:
         return None
@@ -95,7 +96,7 @@ def json_properties(section: str) -> dict[str, Any]:
 
 
 def target_of(key: str) -> tuple[InstalledClass, str] | None:
-    """Return the class that a key goes to and its field's name; None for a key of rlctl's own."""
+    """Return the class and the field's name of a key; None for a key of rlctl."""
     section, _, rest = key.partition(".")
     name = rest.partition(".")[0]
     passes = section in TARGETS and name and name not in PassThrough.keys_by_section.get(section, ())
@@ -103,7 +104,7 @@ def target_of(key: str) -> tuple[InstalledClass, str] | None:
 
 
 def canonical(key: str, value: Any) -> tuple[str, Any]:
-    """Return rlctl's own key and value where `key` is one of `ALIASES`, else both as they are."""
+    """Return rlctl's key and value for one of `ALIASES`; others unchanged."""
     if key not in ALIASES:
         return key, value
     if key == "megatron.recompute_granularity" and value is None:
@@ -126,7 +127,7 @@ def annotation(field: InstalledField) -> Any:
 
 
 def checked(key: str, value: Any) -> tuple[Any, str | None]:
-    """Return the field's value, and an error (None if no error is known)."""
+    """Return the field's value, and an error or None."""
     if key in MANAGED:
         return value, f"rlctl sets this itself: {MANAGED[key]}."
     engine_field = target_of(key)
@@ -169,7 +170,7 @@ def choices(key: str, field: InstalledField) -> tuple[str, ...]:
     if key in CHOICES:
         return tuple(CHOICES[key])
     texts = tuple(dict.fromkeys(text for kind in (field.type, field.narrower) for text in _texts(kind)))
-    if not texts or not _takes(field.type, str) or _vllm_is_extended():
+    if not texts or str not in (field.type, *typing.get_args(field.type)) or _vllm_is_extended():
         return ()
     usual = ast.literal_eval(field.default) if field.default and field.default[0] in "'\"" else None
     return texts if usual is None or usual in texts else (usual, *texts)
@@ -182,10 +183,6 @@ def _texts(kind: Any) -> list[str]:
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return [text for argument in typing.get_args(kind) for text in _texts(argument)]
     return []
-
-
-def _takes(kind: Any, other: type) -> bool:
-    return kind is other or any(argument is other for argument in typing.get_args(kind))
 
 
 @functools.cache

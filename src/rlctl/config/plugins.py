@@ -30,7 +30,7 @@ EntryPointGroup = Literal[
 
 
 def plugin_names(group: EntryPointGroup) -> tuple[str, ...]:
-    """Return the names in a group; nothing is imported."""
+    """Return the names in a group without importing them."""
     return tuple(sorted({entry.name for entry in metadata.entry_points(group=group)}))
 
 

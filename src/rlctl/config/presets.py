@@ -65,7 +65,7 @@ def preset_path(name: str) -> Path:
 
 
 def preset_chain(name: str) -> list[Preset]:
-    """Return the preset and those it builds on, the most basic first. Raises ConfigError for a circle."""
+    """Return the preset and its bases, the most basic first. Raises ConfigError for a circle."""
     chain: list[Preset] = []
     parent: str | None = name
     while parent is not None:

@@ -19,7 +19,7 @@ Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
 PositiveNumber = Annotated[float, Field(gt=0)]
 NonNegativeNumber = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
-"""A part of a whole, neither none nor all of it."""
+"""A proper fraction: above 0, below 1."""
 PathText = Annotated[str, AfterValidator(lambda text: str(user_path(text)) if text.startswith("~") else text)]
 """A path, or something else that does not begin with `~`. The shell expands that in no file and in no `--set`."""
 

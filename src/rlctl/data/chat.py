@@ -168,7 +168,7 @@ class PromptEncoder:
         return self.telling(row).prompt_of(self.messages(row), row.where)
 
     def fitted(self, row: PromptRow, tokens: Sequence[int]) -> EncodedPrompt:
-        """Return the prompt of a row whose tokens, perhaps without their beginning, are known."""
+        """Return a row's prompt for known tokens, perhaps without their beginning."""
         return self.prompt(row).last(len(tokens)) if row.images else EncodedPrompt(tuple(tokens))
 
     def prompt_of(self, messages: Messages, where: str) -> EncodedPrompt:
@@ -282,8 +282,8 @@ class PromptEncoder:
             )
 
     def messages(self, row: PromptRow) -> Messages:
-        """Return the row's messages with system prompt, prompt template and suffix; none if the environment begins by
-        itself."""
+        """Return the row's messages with system prompt, prompt template and suffix; none if the environment starts the
+        conversation."""
         if not row.prompt:
             return self.instructed([{"role": "system", "content": self.system_prompt}] if self.system_prompt else [])
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
@@ -568,6 +568,6 @@ def _import_without_torch() -> None:
 
 
 def require_directory(tokenizer: str | None) -> None:
-    """Raise InputError where `model.tokenizer` is a path and nothing is there; a hub name is tried at loading."""
+    """Raise InputError if `model.tokenizer` is a path that does not exist; a hub name is tried at loading."""
     if tokenizer and tokenizer.startswith(("/", ".", "~")) and not user_path(tokenizer).is_dir():
         raise InputError(f"--tokenizer {tokenizer}: there is no such directory.", "Give one with tokenizer.json.")

@@ -159,7 +159,7 @@ def _is_tag(text: str, special: set[str], added: Iterable[str]) -> bool:
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that a tokenizer puts before a text; trailing ones are left out, because a prompt continues."""
+    """Return the tokens that a tokenizer puts before a text, without trailing ones, because a prompt continues."""
     alone, whole = (list(tokenizer.encode("a", add_special_tokens=around)) for around in (False, True))
     places = range(len(whole) - len(alone) + 1)
     return whole[: next((place for place in places if whole[place : place + len(alone)] == alone), 0)]
@@ -172,8 +172,8 @@ def begun(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[int
 
 
 def trimmed(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return a text without white space in front of its begin token or behind its end token, as rendered conversations
-    in files have it: these tokens would not be seen there, and would be added once more."""
+    """Return a text without white space before its begin token or after its end token, as rendered conversations in
+    files have it: white space would hide these tokens, and they would be added once more."""
     begin, end = tokenizer.bos_token, tokenizer.eos_token
     text = text.lstrip() if begin and text.lstrip().startswith(str(begin)) else text
     return text.rstrip() if end and text.rstrip().endswith(str(end)) else text

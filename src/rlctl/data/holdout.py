@@ -80,7 +80,7 @@ def _read(source: PromptSource, index: int, columns: Collection[str] | None) -> 
         row = source[index]
     except InputError:  # reported when the run draws it
         return index
-    if not row.prompt:  # of an environment that begins by itself
+    if not row.prompt:  # if the environment starts the conversation
         return index
     messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
     stripped = [{key: value for key, value in message.items() if key != IMAGES} for message in messages]

@@ -82,7 +82,7 @@ class ImageSource:
         return _known_size(self) if self.place else _size(self)
 
     def decoded(self) -> Image:
-        """Return the image, upright and in its own mode. Raises InputError where it is broken or too large."""
+        """Return the image, upright and in its mode. Raises InputError if it is broken or too large."""
         from PIL import ImageOps
 
         image = self._opened(self.encoded())
@@ -99,7 +99,7 @@ class ImageSource:
     def turned(self, image: Image, data: bytes) -> bool:
         """Return whether its EXIF orientation swaps width and height. Raises InputError where it is broken."""
         if image.format == "PNG" and not any(name in data for name in _PNG_EXIF):
-            return False  # PIL would decode all of it in search of one behind the pixels
+            return False  # PIL would decode the whole image to search for one after the pixels
         if image.format == "TIFF":
             return False  # PIL gives the size after it
         try:
@@ -110,7 +110,7 @@ class ImageSource:
     def _opened(self, data: bytes) -> Image:
         from PIL import Image, UnidentifiedImageError
 
-        # PIL refuses twice as many; its own limit would refuse images that ours allows.
+        # PIL refuses at twice its limit; its default would refuse images that rlctl's limit allows.
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, self.limits.pixels)
         try:
             image = Image.open(io.BytesIO(data))
@@ -206,7 +206,7 @@ def image_source(value: Any, where: str, folder: Path, limits: ImageLimits = Ima
         return ImageSource(f"{where}, {value}", place=value, limits=limits)
     if isinstance(value, str) and value:
         path = folder / user_path(value.removeprefix("file://"))
-        if len(value) > _LONGEST_PATH or (_looks_encoded(value) and not path.is_file()):
+        if len(value) > _LONGEST_PATH or (len(value) > 64 and value.startswith(_ENCODED) and not path.is_file()):
             return ImageSource(where, data=_from_base64(value, where), limits=limits)
         return ImageSource(f"{where}, {value}", place=str(path), limits=limits)
     if (file_source := saved(value)) is not None:
@@ -237,10 +237,6 @@ _PNG_MODES, _UNSAVED = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), ("HSV", "RG
 """Modes of PIL images that PNG stores without loss, and modes that neither PNG nor TIFF stores."""
 _ENCODED = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0A")
 """How PNG, JPEG, GIF, WebP, BMP and TIFF files begin in base64."""
-
-
-def _looks_encoded(text: str) -> bool:
-    return len(text) > 64 and text.startswith(_ENCODED)
 
 
 def _from_base64(text: str, where: str) -> bytes:

@@ -43,7 +43,7 @@ class ImageProcessor:
     processor: Any
     """transformers' processor. vLLM opens the same directory, so both use one backend."""
     _expansions: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-    """Tokens of an image by its (height, width): nothing else of it matters."""
+    """Tokens of an image by its (height, width), which determine them."""
     _read: OrderedDict[ImageSource, np.ndarray] = field(default_factory=OrderedDict)
     """The images that were read last."""
 

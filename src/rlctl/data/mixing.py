@@ -28,7 +28,7 @@ class SourceSettings:
     label: str
     """Its name, with a number where several have the same name; empty where a run has one source."""
     weight: float | None
-    """None: none of a run's sources has one."""
+    """None: no source of the run has one."""
     data: DataConfig
     reward: RewardConfig
 

@@ -33,7 +33,7 @@ class OpenedThought:
 
     @classmethod
     def of(cls, prompt: str) -> OpenedThought | None:
-        """Return the tag that a prompt ends with; None: it opens nothing."""
+        """Return the tag that a prompt ends with; None: no opened tag."""
         if (match := _OPENS.search(prompt)) is None:
             return None
         tag = match[1]

@@ -62,8 +62,8 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
 
 
 def _answer_in(record: Mapping[str, Any], path: str) -> Any:
-    """Return the reference answer in field `named`, or `outer.inner`. Without a named field and without `answer`, rows
-    with `reward_model` have it there."""
+    """Return the reference answer in field `path`, or `outer.inner`. Without a configured field and without `answer`,
+    rows with `reward_model` have it there."""
     return value_of(record, GRADED if path == ANSWER and record.get(ANSWER) is None else path)
 
 

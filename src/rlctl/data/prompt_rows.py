@@ -96,7 +96,7 @@ class PromptSource:
     instructions: str = ""
     """Text that the system prompt and the suffix add to every prompt."""
     task: GymTask | None = None
-    """The task, where it brings its own scorer."""
+    """The task, if it brings a scorer."""
     checked: int = 1
     """Its first rows that are looked at before a run: all where they are in memory."""
     notes: tuple[str, ...] = ()

@@ -1,5 +1,5 @@
-"""Records of data files in JSON, JSON lines, CSV and Parquet, named alone or in a folder. A text stays a text: nothing
-becomes a date, a number or a missing value because of its spelling."""
+"""Records of data files in JSON, JSON lines, CSV and Parquet, single or in a folder. A text stays a text: its spelling
+never makes it a date, a number or a missing value."""
 
 from __future__ import annotations
 

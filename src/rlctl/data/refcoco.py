@@ -22,8 +22,8 @@ _ROOT = "coco/"
 
 
 def refcoco_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> Mapping[str, Any]:
-    """Return a record with a prompt, its picture and the box as its answer; one of other data as it is. Raises
-    InputError for a row without them, and for a picture that is not here, naming the archive that has it."""
+    """Return a record with a prompt, its picture and the box as its answer; other data unchanged. Raises InputError for
+    a row without them, and for a missing picture, with the archive's name."""
     if not is_refcoco(record):
         return record
     captions, box = record["captions"], record["bbox"]

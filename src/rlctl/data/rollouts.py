@@ -103,7 +103,7 @@ class EpisodeFacts:
     failure: str | None = None
     """Why the environment failed; None: it did not."""
     contexts: tuple[int, ...] = ()
-    """Token positions where further contexts begin, read without those before (`environment.thinking`)."""
+    """Token positions where further contexts begin, which do not see earlier tokens (`environment.thinking`)."""
     longest_turn: int = 0
     """Tokens of the longest turn of the model."""
 

@@ -78,7 +78,7 @@ def _json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson` as in chat templates: Jinja's own escapes for HTML and sorts keys."""
+    """The filter `tojson` of chat templates: Jinja's escapes for HTML and sorts keys."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=str
     )

@@ -63,7 +63,7 @@ class TurnEncoder:
         notes = []
         if tools and (reason := made._trouble("tool")):
             notes.append(f"The results of tools go to the model as messages of the user: {reason}.")
-        elif tools:  # what ends a turn with calls ends it also where the model's own configuration does not say so
+        elif tools:  # the token that ends a turn with calls also ends it if the model's configuration omits it
             ends = {*encoder.stop_token_ids, *made._cached([{"role": "tool", "content": "?"}])[:1]}
             made = replace(made, tool_role="tool", encoder=encoder.with_ends(ends))
         if drops_thoughts:

@@ -25,7 +25,7 @@ from rlctl.planner.from_config import require_whole_gpus
 LIMIT_S, LIMIT_CPU_S = 480.0, 300.0
 CPU_PATIENCE = 2.0
 GRACE_S = 10.0
-"""Seconds that a probe has to end its own processes after it was interrupted."""
+"""Seconds for a probe to end its processes after an interrupt."""
 LEAST_S = 15.0
 """Less time than this is not worth a start."""
 POLL_S = 0.1
@@ -134,7 +134,7 @@ def deep(
 
 
 class Runner:
-    """Runs probes, and passes what failed on to later ones."""
+    """Runs probes, and passes failed ones on to later probes."""
 
     def __init__(self, gpu: str, folder: Path, models: Path, deadline: float, directory: Path = Path("runs")) -> None:
         self.directory = directory

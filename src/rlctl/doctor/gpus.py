@@ -26,7 +26,7 @@ LEAST_CAPABILITY = 7.5
 ECC_FIELDS = "index,ecc.mode.current,ecc.errors.uncorrected.volatile.total,remapped_rows.failure"
 FLASHINFER_KERNELS = ("flashinfer-cubin", "flashinfer-jit-cache")
 LEAST_FREE = 0.95
-"""Share of a GPU's memory that is free when nothing else runs on it."""
+"""Minimum free share of an idle GPU's memory."""
 
 
 def nvidia_smi(*arguments: str) -> str | None:
@@ -122,7 +122,7 @@ def check_ecc(ask: Ask = nvidia_smi, gpus: tuple[Gpu, ...] = ()) -> Check:
 
 
 def check_other_programs(ask: Ask = nvidia_smi) -> Check:
-    """Check that the memory of the GPUs is free, since plans count on all of it."""
+    """Check that the GPUs' memory is free, since plans use all of it."""
     programs = [row for row in rows_of(ask, "compute-apps", "pid,process_name,used_memory") if len(row) == 3]
     if programs:
         listing = ", ".join(f"{name} (pid {pid}, {used} MiB)" for pid, name, used in programs[:4])
@@ -203,7 +203,7 @@ def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = 
     torch = versions.get("torch", "")
     if torch.endswith("+cpu"):
         return Check("cuda", "fail", f"torch {torch} is a CPU build", f"Install the CUDA set: {install_extra('cuda')}.")
-    # In torch's own version (`2.9.0+cu129`), else the version of its runtime package.
+    # From torch's version (`2.9.0+cu129`), else the version of its runtime package.
     runtime = next((version for name, version in versions.items() if name.startswith("nvidia-cuda-runtime")), "")
     built = re.search(r"\+cu(\d+)(\d)$", torch) or re.match(r"(\d+)\.(\d+)", runtime)
     offers = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", ask() or "")
@@ -229,7 +229,7 @@ def check_compiler(which: Callable[[str], str | None] = shutil.which, headers: P
     compiler = os.environ.get("CC") or which("gcc") or which("clang")
     if compiler is None:
         return Check("kernel-compiler", "fail", "Triton needs a C compiler", "Install gcc, or name one in CC.")
-    headers = headers or Path(sysconfig.get_path("include", "posix_prefix"))  # Debian's own scheme names another place
+    headers = headers or Path(sysconfig.get_path("include", "posix_prefix"))  # Debian's scheme names another place
     if not (headers / "Python.h").exists():
         version = ".".join(map(str, sys.version_info[:2]))
         fix = f"Install them (`apt-get install python{version}-dev`), or use a Python that has them, such as uv's."

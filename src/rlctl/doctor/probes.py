@@ -166,7 +166,7 @@ def triton(device: str, models: Path) -> Figures:
     "Try again with NCCL_DEBUG=INFO; start a container with --ipc=host and --ulimit memlock=-1.",
 )  # fmt: skip
 def collectives(device: str, models: Path) -> Figures:
-    """Sum a tensor over all local GPUs, over one GPU's own group, or over two processes without GPUs."""
+    """Sum a tensor over all local GPUs, over a group of one GPU, or over two processes without GPUs."""
     import torch
     from torch.cuda import nccl
 
@@ -295,7 +295,7 @@ def fsdp2(device: str, models: Path) -> Figures:
     package="megatron.core",
 )  # fmt: skip
 def megatron(device: str, models: Path) -> Figures:
-    """Train two of Megatron's own layers with its data parallelism and distributed optimizer."""
+    """Train two Megatron layers with its data parallelism and distributed optimizer."""
     return train_megatron(device, te=False)
 
 

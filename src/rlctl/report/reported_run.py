@@ -46,7 +46,7 @@ class ReportedRun:
     """Steps that the run is to take."""
     updated: str = ""
     titles: Mapping[str, str] = field(default_factory=dict)
-    """Titles of the algorithm's own curves, by their names in metrics.jsonl."""
+    """Titles of the algorithm's curves, by their names in metrics.jsonl."""
     identity: Sequence[tuple[str, str]] = ()
     """Label and text of the run's identity: model, data, algorithm, command, commit, versions."""
     facts: Sequence[tuple[str, str]] = ()

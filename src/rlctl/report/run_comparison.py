@@ -39,7 +39,7 @@ class PlannedAndMeasured:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted, as a calibration takes it; None: nothing was predicted."""
+        """Measured over predicted, for a calibration; None: no prediction."""
         return self.measured / self.predicted if self.predicted else None
 
 

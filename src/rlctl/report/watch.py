@@ -24,7 +24,7 @@ LIVE, READY = "/livez", "/readyz"
 COUNTERS = ("lost_engines", "policy_restarts", "skipped_steps")
 """Metrics of a step whose sums over the run are counters."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-"""A browser lets the page do nothing but ask this server."""
+"""The page may only send requests to this server."""
 SCRIPT = Path(__file__).with_name("watch.js")
 
 
@@ -132,4 +132,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the terminal shows the address."""
+        """Log no requests: the terminal shows the address."""

@@ -279,8 +279,8 @@ class RunDirectory:
         ]
 
     def _earned(self, checkpoints: Sequence[Checkpoint], name: str) -> dict[int, float]:
-        """Return the mean of a metric of rollouts over the tokens that each version of the weights has sampled: a step
-        measures the weights before its update, and with asynchronous rollouts older ones."""
+        """Return the mean of a rollout metric over the tokens sampled by each weight version: a step measures the
+        weights before its update, and older ones with asynchronous rollouts."""
         lines = {line["step"]: line for line in read_metrics(self.metrics)}
         lines |= {
             checkpoint.step: checkpoint.state()["metrics"] for checkpoint in checkpoints if checkpoint.readable
@@ -400,7 +400,7 @@ class NewCheckpoint:
             disk_full = os.strerror(errno.ENOSPC) in str(error)
             full = isinstance(error, Exception) and (disk_full or is_full(self._final.parents[1], error))
             self.discard()
-            # Some of our own errors are OSErrors too.
+            # Some of rlctl's errors are OSErrors too.
             if not full and (isinstance(error, RlctlError) or not isinstance(error, OSError)):
                 raise
             reason = os.strerror(errno.ENOSPC) if full else error

@@ -21,7 +21,7 @@ Pair = tuple[str, str]
 
 
 def require_place(path: Path) -> None:
-    """Raise InputError where no file of samples can be written; makes nothing."""
+    """Raise InputError if no file of samples can be written there, without creating one."""
     problem = "it is not a file" if path.exists() and not path.is_file() else None
     if not path.parent.is_dir():
         problem = f"there is no directory {path.parent}"

@@ -30,7 +30,7 @@ LOOK_S = 0.5
 REMIND_S = 60.0
 """Seconds between reminders in a log."""
 RECENT = 10
-"""Steps whose mean duration foretells the rest."""
+"""Number of last steps in the time estimate."""
 HEADING_EVERY = 20
 LOG_WIDTH = 160
 LEAST_SHOWN_S = 0.5
@@ -148,7 +148,7 @@ class Display:
                 file.write(line)  # a full disk shows where something is written that matters
 
     def log_to(self, path: Path) -> None:
-        """Append messages to `path` from here on, those so far included."""
+        """Append messages to `path` from now on, with the earlier ones."""
         with contextlib.suppress(OSError):
             path.parent.mkdir(exist_ok=True)
             with path.open("a", errors="backslashreplace") as file:
@@ -344,7 +344,7 @@ class WorkProgress:
     """Counts pieces of work, with their rate and the time that is left, on stderr; for a `with` block."""
 
     def __init__(self, unit: str, total: int, done: int = 0) -> None:
-        """`done`: pieces that were there before this process began, and say nothing about its rate."""
+        """`done`: pieces from before this process, which do not count in its rate."""
         self._unit, self._total, self._done, self._before = unit, total, done, done
         self._begun = self._said = time.monotonic()
         self._console = Console(file=sys.stderr, soft_wrap=True, highlight=False)

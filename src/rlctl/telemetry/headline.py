@@ -11,7 +11,7 @@ from rlctl.errors import listed
 from rlctl.telemetry.metrics import Metrics, flatten
 
 VALIDATION, BEFORE_STEPS = "validation/", "validation_at_start/"
-"""How the names of validation's metrics begin, and of those from before the first step."""
+"""Prefixes of validation's metrics, and of metrics before the first step."""
 HEADLINES = {"reward_mean": "reward", "loss": "loss"}
 """Metrics that judge a run, with their titles; the first that the run has counts."""
 
@@ -172,8 +172,8 @@ def marks(metrics: Metrics) -> str:
 
 
 def findings(lines: Sequence[Metrics]) -> list[str]:
-    """Return a sentence with advice for each condition that held in some of the steps and still holds in half of the
-    last fifth: training removes some by itself. Where no tool is called, equal rewards follow from it."""
+    """Return a sentence with advice for each condition that held in some steps and still holds in half of the last
+    fifth: training removes some conditions. If no tool is called, equal rewards follow from that."""
     conditions = [condition for condition in CONDITIONS if _held(condition, lines) and _lasts(condition, lines)]
     sentences = [
         f"{_told(condition, lines)}. {condition.advice}"
@@ -199,7 +199,7 @@ def calls_nothing(lines: Sequence[Metrics]) -> bool:
 
 
 def removed(lines: Sequence[Metrics]) -> list[str]:
-    """Return a sentence for each condition that held in some of the steps and no longer holds in the last ones."""
+    """Return a sentence for each condition that held in some steps and no longer holds in the last ones."""
     indices, last = [], _last(lines)
     for condition in CONDITIONS:
         if _held(condition, lines) and not _lasts(condition, lines):

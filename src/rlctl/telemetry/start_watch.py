@@ -25,11 +25,11 @@ import psutil
 LOOK_S = 5.0
 QUIET_S, LIMIT_S = 60.0, 300.0
 LEAST_CPU_S, LEAST_BYTES = 0.2, 1 << 20
-"""A process that uses less CPU time and writes less (a download writes) in QUIET_S does nothing. Ray's threads in an
+"""A process with less CPU time and fewer written bytes (a download writes) in QUIET_S is stalled. Ray's threads in an
 idle driver use 0.04 s a minute."""
 OF_RAY = ("gcs_server", "raylet")
 WATCHERS = ("display", "_RefreshThread")
-"""Threads whose work says nothing about the start, by name or class; the second draws the line of a terminal."""
+"""Threads that do not advance the start, by name or class; the second draws a terminal's line."""
 PACKAGE = str(Path(__file__).parents[1])
 SHOW_CURSOR = "\x1b[?25h"
 

@@ -114,7 +114,7 @@ def tiny_config(facts: ModelFacts, *, layers: int = 2, vocab: int = VOCAB_SIZE) 
 
 
 def rope_parameters(rope: RopeFacts) -> dict[str, Any]:
-    """Return a rotary embedding as transformers' configurations have it."""
+    """Return a rotary embedding in the form of transformers' configurations."""
     return {"rope_type": rope.kind, "rope_theta": rope.theta, **rope.scaling}
 
 

@@ -42,7 +42,7 @@ _STACKED = {
     Role.EXPERT_DOWN: ("down_proj", None),
 }
 HEAD = "lm_head."
-"""The names of the output layer's parameters begin with it, unless a model's own list says otherwise."""
+"""Prefix of the output layer's parameters, unless a model lists others."""
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\..*$")
 
 
@@ -223,7 +223,7 @@ def _counts(box: Box) -> Shape:
 
 
 def _chunk(span: Span, parts: int, index: int) -> Span:
-    """The `index`-th of the parts that torch.chunk makes: ceil-sized, the last ones shorter or empty."""
+    """The `index`-th part of torch.chunk: ceil-sized, the last parts shorter or empty."""
     size = -(-span.count // parts)
     first = min(index * size, span.count)
     return Span(span.start + first, min(size, span.count - first))

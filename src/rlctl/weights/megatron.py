@@ -36,7 +36,7 @@ class MegatronWorld:
     facts: ModelFacts
     parallel: ParallelSpec
     spec: Spec = "local"
-    """The layer spec: its own modules, or TransformerEngine's, which fuse norms into linear layers."""
+    """The layer spec: Megatron's modules, or TransformerEngine's, which fuse norms into linear layers."""
     dtype: str = "float32"
     experts: Experts = "sequential"
     """Megatron's SequentialMLP or TEGroupedMLP; both have one weight an expert."""

@@ -17,7 +17,7 @@ class Reading:
     """Fingerprint of one box as an engine holds it."""
 
     tensor: str
-    """Published name; for a buffer or a parameter that cannot be read, the engine's own."""
+    """Published name; for a buffer or an unreadable parameter, the engine's name."""
     shape: tuple[int, ...]
     start: tuple[int, ...]
     extent: tuple[int, ...]

@@ -201,7 +201,8 @@ def lead_axes(key: str, facts: ModelFacts, style: KeyStyle) -> int:
 def chunked(plain: Layout, chunks: list[StoredBlock]) -> Layout:
     """The layout whose params are the blocks of `chunks` instead of whole keys."""
     by_key: dict[str, dict[int, list[Piece]]] = {}
-    for piece in plain.pieces:  # pieces of stacked keys by their first index, so that blocks meet only their own
+    # pieces of stacked keys by their first index, so that a block compares with its pieces only
+    for piece in plain.pieces:
         first = piece.param_box[0] if piece.param_box else Span(0, 0)  # a single number
         by_key.setdefault(piece.param, {}).setdefault(first.start if first.count == 1 else -1, []).append(piece)
     params: dict[str, ParamSpec] = {}

@@ -139,17 +139,17 @@ def _rope_parameters(rope: RopeFacts, facts: ModelFacts) -> tuple[dict[str, Any]
 def _refuse_beyond_yarn(facts: ModelFacts, longest: int) -> None:
     """Raise ConfigError for sequences beyond the positions that vLLM has cosines of."""
     for rope in (facts.rope, facts.window_rope):
-        if rope is None or rope.kind != "yarn" or longest <= (most := round(rope.scaling["factor"] * _original(rope))):
+        if (
+            rope is None
+            or rope.kind != "yarn"
+            or longest <= (most := round(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"]))
+        ):
             continue
         raise ConfigError(
             f"vLLM computes {most:,} positions of this model's yarn (factor x original_max_position_embeddings), and "
             f"sequences may have {longest:,} tokens.",
             f"Set --max-length {most} or less.",
         )
-
-
-def _original(rope: RopeFacts) -> float:
-    return rope.scaling["original_max_position_embeddings"]
 
 
 def refuse_unsupported(config: EngineConfig, facts: ModelFacts, device: Device, tp: int | None = None) -> None:

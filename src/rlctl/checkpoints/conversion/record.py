@@ -58,7 +58,7 @@ def complete(directory: Path, conversion: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def damage(directory: Path, made: Mapping[str, Any], below: str = "") -> str | None:
-    """Compare the sizes of the files (those `below` a folder) with the record `made`; None: they agree."""
+    """Compare the sizes of the files (or of files `below` a folder) with the record `made`; None: they agree."""
     for name, size in made["files"].items():
         if not name.startswith(below):
             continue

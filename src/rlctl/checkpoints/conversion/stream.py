@@ -251,7 +251,7 @@ def plan_between(source: World, destination: World) -> TransferPlan:
 
 @contextmanager
 def progress_bar(visible: bool = True) -> Iterator[Progress]:
-    """Yield a function that shows progress on a terminal; in a log, or where it is not wanted, it does nothing."""
+    """Yield a function that shows progress on a terminal, and does nothing in a log or if disabled."""
     if not (visible and sys.stderr.isatty()):
         yield lambda step, done, total: None
         return

@@ -40,8 +40,8 @@ def text_layouts(part: TextPart) -> tuple[Layout, Layout]:
 
 
 def whole_layouts(part: TextPart, facts: ModelFacts, text_layout: Layout) -> tuple[Layout, Layout]:
-    """Return layouts of text weights `own` and the whole model's other tensors, and the files. Raises InputError if the
-    whole is quantized or its text part differs."""
+    """Return layouts of text weights `text_layout` and the whole model's other tensors, and the files. Raises
+    InputError if the whole is quantized or its text part differs."""
     directory, ours, theirs = part.files.directory, weights_of(facts).tensors, weights_of(part.facts).tensors
     if packed := [name for name, spec in part.specs.items() if spec.dtype not in FLOATS]:
         reason = (

@@ -13,7 +13,7 @@ from typing import Any
 from rlctl.errors import InputError
 
 NAMED_TEMPLATES = "additional_chat_templates"
-"""Folder of the chat templates that a tokenizer names besides its own."""
+"""Folder of the tokenizer's additional chat templates."""
 TEMPLATES = ("chat_template*", f"{NAMED_TEMPLATES}/*.jinja")
 TOKENIZER = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "bpe.codes", "dict.txt",
@@ -32,7 +32,7 @@ WEIGHTS = (
 log = logging.getLogger(__name__)
 GENERATION_CONFIG = "generation_config.json"
 ADAPTERS = "adapter_config.json"
-"""PEFT's own configuration, which a directory of adapters has instead of config.json."""
+"""PEFT's configuration, which replaces config.json in a directory of adapters."""
 LFS_POINTER = b"version https://git-lfs"
 """First bytes of a Git LFS pointer, which replaces a file that was not fetched."""
 
@@ -76,8 +76,8 @@ def read_object(directory: Path, file: str, hint: str | None = None) -> dict[str
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
-    """Return `generation_config.json`, empty if missing or unreadable: transformers 5.19 and vLLM 0.32 then go on
-    without it, and published ones are no valid JSON (Mistral-Small-3.2's ends in a comma)."""
+    """Return `generation_config.json`, empty if missing or unreadable: transformers 5.19 and vLLM 0.32 then continue
+    without it, and some published files are invalid JSON (Mistral-Small-3.2's ends in a comma)."""
     if not (directory / GENERATION_CONFIG).is_file():
         return {}
     try:

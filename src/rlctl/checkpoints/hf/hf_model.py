@@ -141,8 +141,8 @@ def _flat(directory: Path, stored: StoredTensor, facts: ModelFacts, axes: int) -
 
 
 def in_stack(name: str, stacked: str, shape: Shape, stored: Mapping[str, StoredTensor]) -> Piece | None:
-    """Locate one expert's tensor in a stack [E, O, I] or [E, I, O] (gate and up concatenated); None: no stack. Square
-    ones follow the layer's other stack."""
+    """Locate one expert's tensor in a stack [E, O, I] or [E, I, O] (gate and up concatenated); None: no stack. A square
+    stack follows the layer's other stack."""
     match = EXPERT.search(stacked)
     if match is None:
         return None

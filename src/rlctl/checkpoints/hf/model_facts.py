@@ -36,7 +36,7 @@ from rlctl.models.vision import VisionFamily, vision_family
 from rlctl.processes.child import call_in_child
 
 WATCHED = "rlctl_watched"
-"""The name of an attention that computes nothing and notes how it is called."""
+"""The name of an attention that records its calls and computes nothing."""
 ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
 FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Rotary embeddings whose frequencies do not depend on the length of a row."""
@@ -132,7 +132,7 @@ def describe(directory: Path) -> ModelFacts:
     heads = calls[0]["query"][1] if calls else _first(config, "num_attention_heads", default=1)
     windows = [call.get("sliding_window") for call in calls]
     longest = max((int(window) for window in windows if window is not None), default=None)
-    # Up to the original length longrope's frequencies are its short ones. RoBERTa's first positions are no token's.
+    # Up to the original length longrope uses its short frequencies. RoBERTa's first positions belong to no token.
     max_length = int(getattr(config, "max_position_embeddings", None) or 2048)
     max_length -= max((module.padding_idx + 1 for module in _counting_themselves(inner)), default=0)
     if LONGROPE in ropes:

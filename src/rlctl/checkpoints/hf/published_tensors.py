@@ -107,7 +107,7 @@ def as_published(inner: Any, values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _Coded:
-    """A parameter in whose place `codes` are given, which count on from `base`. Axes that nothing divides are short."""
+    """A parameter replaced by `codes`, which count from `base`. Axes that no operation divides are short."""
 
     name: str
     full: tuple[int, ...]

@@ -157,8 +157,8 @@ class SafetensorsDirectory:
 
 
 def shard_files(directory: Path) -> list[Path]:
-    """Return the weight files: the single file (even with an index), else the index's, else all `*.safetensors`. Raises
-    InputError for missing files."""
+    """Return the weight files: the single file (even with an index), else the index's files, else all `*.safetensors`.
+    Raises InputError for missing files."""
     if (directory / SINGLE).exists():
         return [directory / SINGLE]
     if weight_map := _weight_map(directory):
@@ -247,8 +247,8 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 
 class SafetensorsWriter:
-    """Write tensors in the order of `specs` into shards of `shard_bytes` (a larger tensor gets its own), or into named
-    `files`."""
+    """Write tensors in the order of `specs` into shards of `shard_bytes` (a larger tensor gets a separate shard), or
+    into named `files`."""
 
     def __init__(
         self, directory: Path, specs: dict[str, ParamSpec], shard_bytes: int, files: dict[str, list[str]] | None = None

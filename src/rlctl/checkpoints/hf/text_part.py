@@ -37,7 +37,7 @@ class TextPart:
 
     @staticmethod
     def open(directory: Path) -> TextPart:
-        """Find the text part's tensors. Raises InputError for missing, misshapen or unknown ones."""
+        """Find the text part's tensors. Raises InputError for missing, misshapen or unknown tensors."""
         files = SafetensorsDirectory.open(directory)
         return _located(directory, files, facts_in(text_directory(directory)))
 

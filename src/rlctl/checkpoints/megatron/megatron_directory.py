@@ -111,7 +111,7 @@ class Base:
     weights: Path
     """A Hugging Face directory, or the shards of a Megatron checkpoint."""
     config: dict[str, Any]
-    """The run's own configuration: by key, its value and where that is from."""
+    """The run's configuration: by key, its value and origin."""
     origin: Path | None = None
     """Source of a derived base: the multimodal model of a text part, or the checkpoint of merged adapters."""
 
@@ -151,7 +151,7 @@ def base_of(checkpoint: MegatronDirectory, source: Named | None = None) -> Base:
         raise InputError(
             f"The model that the run of {checkpoint.shards} began with is not at {weights} any more.", hint
         )
-    # A text part, or a model with merged adapters, is known by its source or by its files.
+    # A text part, or a model with merged adapters, is recognized by its source or its files.
     prints = {source.fingerprint(), source.own_fingerprint()} if source else {model_fingerprint(directory, weights)}
     if not prints & {model.get("fingerprint"), model.get("own_fingerprint")}:
         raise InputError(f"{weights} is not the model that the run of {checkpoint.shards} began with.", hint)

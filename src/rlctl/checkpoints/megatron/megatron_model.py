@@ -65,7 +65,7 @@ class MegatronModel:
 
 
 def value_head(reader: TorchDistReader) -> str | None:
-    """The key of the head of values; None: the model has logits, or nothing but adapters."""
+    """The key of the value head; None: the model has logits, or adapters only."""
     return next((key for key in VALUE_HEADS if key in reader.shapes and reader.shapes[key].shape[0] == 1), None)
 
 

@@ -64,7 +64,7 @@ class RefusedPickleError(InputError):
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Admits the names of this module and nothing else."""
+    """Admits the names of this module only."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The named class, an `Opaque` stand-in, or RefusedPickleError. Attribute paths are never admitted."""
@@ -117,7 +117,7 @@ def load_saved(stream: Any, source: str) -> Any:
     import torch
 
     with _reading(source), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch announces the end of typed storages, which its own files still name
+        warnings.simplefilter("ignore")  # torch announces the end of typed storages, and its files still name them
         return torch.load(stream, map_location="cpu", pickle_module=RESTRICTED, weights_only=False)
 
 

@@ -122,7 +122,7 @@ class TorchDistWriter:
 
 @dataclass
 class TorchDistReader:
-    """The blocks of one checkpoint, read when asked for; the last ones stay in memory."""
+    """The blocks of one checkpoint, read on demand; the last ones stay in memory."""
 
     directory: Path
     metadata: Metadata

@@ -34,11 +34,9 @@ class AdvantageConfig(Section):
     clip_high: float | None = None
     """Largest advantage of a rollout, above which it is cut; unset: none."""
     malformed_thinking: float | None = None
-    """Advantage of the tokens of a turn with `<think>` or `</think>` where its answer stands, whatever its episode has;
-    unset: that of its episode."""
+    """Advantage of a turn with `<think>` or `</think>` in its answer; unset: the episode's."""
     invalid_tool_call: float | None = None
-    """Advantage of the tokens of a turn whose call of a tool cannot be read or is refused; unset: that of its episode.
-    It goes before `malformed_thinking`."""
+    """Advantage of a turn with an invalid tool call; unset: the episode's. Overrides `malformed_thinking`."""
 
     @model_validator(mode="after")
     def validate_where_advantages_are_clipped(self) -> AdvantageConfig:

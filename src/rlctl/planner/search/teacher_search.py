@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import product
 
 from rlctl.config.parallel import ParallelSpec
-from rlctl.models.constraints import Problem, fsdp_problems, policy_problems
+from rlctl.models.constraints import fsdp_problems, policy_problems
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
@@ -60,17 +60,14 @@ def with_teachers(
 def _teachers(request: Request, devices: int, row_tokens: int) -> tuple[list[TeacherPlan], str]:
     plans, broken, name = list[TeacherPlan](), "", request.of_teacher
     for choice in _choices(request, devices, row_tokens):
-        if problems := _problems(request, choice):
+        check = fsdp_problems if choice.sharding == "full" else policy_problems
+        if problems := check(request.facts, choice.parallel):
             broken = broken or f"the {name} as {choice.parallel.name()}: {problems[0].message}"
         elif choice.parallel.cp == 1 or not row_tokens % (2 * choice.parallel.cp):
             plans.append(_costed(request, choice))
     count = "one device does" if devices == 1 else f"{devices} devices do"
     sizes = f"the {name}'s sizes ({request.role}.tp, {request.role}.pp, ...) make ranks that {count} not divide into"
     return plans, broken or sizes
-
-
-def _problems(request: Request, choice: TrainingChoice) -> list[Problem]:
-    return (fsdp_problems if choice.sharding == "full" else policy_problems)(request.facts, choice.parallel)
 
 
 def _choices(request: Request, devices: int, row_tokens: int) -> Iterator[TrainingChoice]:

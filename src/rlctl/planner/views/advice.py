@@ -36,7 +36,11 @@ def no_plan(request: Request, rejected: list[Rejected]) -> RlctlError:
         if feasible_plans(replace(without, backend="megatron") if key == "training.backend" else without)[0]:
             free = f"Without {key}={request.pins[key]} a plan fits."
             break
-    advice = (free, _cheapest_change(request), *(_larger_host(request) or _larger_machines(request)))
+    advice = (
+        free,
+        _cheapest_change(request),
+        *(_larger_host(request) or (_larger_device(request), _smallest_machine(request))),
+    )
     error = NoPlanError(_closest(request, rejected), " ".join(text for text in advice if text) or None)
     error.rejected = tuple((other.plan, other.why) for other in rejected[:SHOWN])
     return error
@@ -140,10 +144,6 @@ def _cheapest_change(request: Request) -> str | None:
             because_ = f" ({because[0]})" if because else " (which rlctl does not run yet)"
             planned = f"It would fit with {words}{because_}."
     return planned
-
-
-def _larger_machines(request: Request) -> tuple[str | None, ...]:
-    return _larger_device(request), _smallest_machine(request)
 
 
 def _larger_host(request: Request) -> tuple[str, ...]:

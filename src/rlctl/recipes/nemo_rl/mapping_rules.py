@@ -61,7 +61,7 @@ IMAGE_DATASETS = {
     "geometry3k": ("hiyouga/geometry3k", "problem", "answer", None),
     REFCOCO: ("jxu124/refcoco", None, None, None),
 }
-"""Data sets with images of all algorithms, as in `DATASETS`, next to those above."""
+"""Data sets with images in all algorithms, in the form of `DATASETS`, next to the ones above."""
 ALL_IMAGE_DATA = (*CLEVR, *IMAGE_DATASETS, MMPR)
 OTHER_DATA = {
     "avqa": "sound", "audiomcq": "sound", "mmau": "sound", "daily-omni": "video", "intent-train": "video",
@@ -201,17 +201,13 @@ def sound_or_video(leaves: Mapping[str, Any]) -> str | None:
         key is None
         and hears
         and not leaves.get("policy.is_vlm")
-        and not data_names(leaves).keys() & _with_images(leaves)
+        and not any(name in ALL_IMAGE_DATA for name in data_names(leaves).values())
     ):
         key, kind = "policy.model_name", "sound or video"
     if key is None:
         return None
     value = data_names(leaves).get(key, leaves.get(key))
     return f"This recipe trains on {kind} ({key} = {short(value)}), and rlctl trains on texts and images."
-
-
-def _with_images(leaves: Mapping[str, Any]) -> set[str]:
-    return {key for key, name in data_names(leaves).items() if name in ALL_IMAGE_DATA}
 
 
 def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -1095,7 +1091,8 @@ def pairs_of_path(
 
 
 def folders_of(leaf: Leaf) -> tuple[Path, ...]:
-    """Return the folders that a path of the recipe may be relative to: the current one, and those above its files."""
+    """Return the folders that a path of the recipe may be relative to: the current one, and its files' folders and
+    parents."""
     return (Path(), *dict.fromkeys(folder for file in leaf.result.files for folder in file.parents))
 
 

@@ -54,7 +54,7 @@ ONLY_LOGS = ("logger.", "checkpointing.", "data.validation.", "env.nemo_gym.")
 
 SECTIONS = {".".join(key.split(".")[:count]) for key in RULES for count in range(1, key.count(".") + 1)}
 ONE_VALUE = RULES.keys() - SECTIONS
-"""Keys that have one value in NeMo-RL, and nothing below."""
+"""Keys with one value in NeMo-RL, without subkeys."""
 
 
 PPO = {"ppo.async_ppo": "grpo.async_grpo", "ppo": "grpo"}
@@ -118,7 +118,7 @@ def names_around(key: str) -> set[str]:
 
 
 def knows(key: str) -> bool:
-    """Return whether NeMo-RL has a key or a section of this name, or hands it on to Megatron or vLLM, which has it."""
+    """Return whether NeMo-RL has a key or section of this name, or passes it to Megatron or vLLM, which has it."""
     key = renamed(key)
     names = names_around(key)
     section = any(name.startswith(f"{key}.") for name in names)
@@ -284,7 +284,7 @@ def _outcome(
 
 
 def find_rule(key: str) -> Rule | None:
-    """Return a key's rule: its own, else the nearest section's (`.*`)."""
+    """Return a key's rule, else the nearest section's (`.*`)."""
     return rule_of(key, RULES)
 
 
@@ -307,7 +307,7 @@ def leaves_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def given_keys(override: Override) -> list[str]:
-    """Return the keys that an override gives a value: those inside of a mapping one by one."""
+    """Return the keys that an override sets; keys inside a mapping separately."""
     inside = isinstance(override.value, Mapping) and override.value
     return [key for key, _ in leaves_of(override.value, f"{override.key}.")] if inside else [override.key]
 
@@ -336,7 +336,7 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
     "div": lambda a, b: a / b,
     "max": lambda a, b: max(a, b),
 }
-"""Resolvers that NeMo-RL registers, next to OmegaConf's own."""
+"""Resolvers that NeMo-RL registers, besides OmegaConf's."""
 
 
 def read_recipe(

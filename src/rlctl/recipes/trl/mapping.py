@@ -47,7 +47,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "kto": _COMMON | {"learning_rate": 1e-6, "max_length": 1024, "train_sampling_strategy": "sequential"},
     "reward": _COMMON | {"learning_rate": 1e-4, "max_length": 1024},
 }
-"""TRL's values of keys that a file leaves out, where rlctl's own defaults are others."""
+"""TRL's defaults that differ from rlctl's, for keys that a file leaves out."""
 OF_GRPO = (
     "num_generations",
     "max_completion_length",

@@ -43,7 +43,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.save_freq": -1,
     "algorithm.rollout_correction.rollout_is": None,
 }
-"""verl's values of keys that a command line leaves out, where rlctl's own defaults are others."""
+"""verl's defaults that differ from rlctl's, for keys that a command line leaves out."""
 OF_CRITIC = {"critic.cliprange_value": 0.5, "algorithm.lam": 1.0, "critic.optim.weight_decay": 0.01}
 """Such values of runs with a critic."""
 
@@ -191,7 +191,7 @@ def kl_in_reward(leaf: Leaf) -> None:
 
 
 def clip_ratio(leaf: Leaf) -> None:
-    """Map the bound that both sides have where none has its own."""
+    """Map the common bound of both sides, unless a side has its own."""
     for side in ("low", "high"):
         if leaf.get(f"{ACTOR}.clip_ratio_{side}") is None:
             leaf.set(f"loss.clip_{side}", leaf.value)
@@ -275,7 +275,7 @@ def bypass(leaf: Leaf) -> None:
 
 
 def correction(leaf: Leaf) -> None:
-    """Map the correction for what engines compute differently; verl has none where nothing asks for one."""
+    """Map the correction for the engine's numerical differences; verl's default is none."""
     cap = leaf.get("algorithm.rollout_correction.rollout_is_threshold")
     if leaf.value in (None, "null") and bypassed(leaf):
         leaf.skip("read with bypass_mode")

@@ -122,15 +122,15 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _merged(base: Mapping[str, Any], overrides: Sequence[str], choices: Collection[str]) -> dict[str, Any]:
-    """Return sections with overrides in Hydra's form, and references resolved where they lead somewhere. `choices`:
-    sections that an override may take from one of verl's own files; `engine=megatron` names what trains."""
+    """Return sections with Hydra overrides applied and resolvable references resolved. `choices`: sections that an
+    override may take from verl's files; `engine=megatron` names the trainer."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     config = OmegaConf.create(dict(base))
     for text in overrides:
         override = Override.parse(text)
-        if "@" in override.key or "/" in override.key:  # the choice of one of verl's own files
+        if "@" in override.key or "/" in override.key:  # a choice of verl's files
             continue
         if override.key in choices and isinstance(override.value, str):
             if override.key == "engine":
@@ -156,7 +156,7 @@ def _resolved(config: Any) -> Iterator[tuple[str, Any]]:
     for key in config:
         try:
             value = config[key]
-        except OmegaConfBaseException:  # a reference into verl's own defaults, which are not read
+        except OmegaConfBaseException:  # a reference into verl's defaults, which are not read
             continue
         if OmegaConf.is_dict(value):
             yield str(key), dict(_resolved(value))

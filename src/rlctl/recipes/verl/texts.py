@@ -24,7 +24,7 @@ from rlctl.recipes.verl.mapping import (
 )
 
 CHOICES = ("engine", "model", "optim", "profiler")
-"""Sections that a command line may take from one of verl's own files: `engine=megatron`."""
+"""Sections that a command line may take from verl's files: `engine=megatron`."""
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 256,
     "data.max_length": 1024,
@@ -32,7 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.total_epochs": 4,
     "trainer.save_freq": -1,
 }
-"""verl's values of keys that a command line leaves out, where rlctl's own defaults are others."""
+"""verl's defaults that differ from rlctl's, for keys that a command line leaves out."""
 OF_FSDP_SFT_TRAINER: dict[str, Any] = {
     "data.prompt_key": "question",
     "data.response_key": "answer",
@@ -45,7 +45,7 @@ OF_FSDP_SFT_TRAINER: dict[str, Any] = {
 
 
 def field(flag: str, inner: str) -> Rule:
-    """Return the rule of a column, or of a key of a mapping in it, which verl names by itself."""
+    """Return the rule of a column, or of a key in its mapping, that verl names separately."""
 
     def rule(leaf: Leaf) -> None:
         names = [*listed(leaf.value), *listed(leaf.get(inner) or [])]

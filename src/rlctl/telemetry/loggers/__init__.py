@@ -43,7 +43,7 @@ BUILT_IN = {
     "mlflow": f"{PLACE}.mlflow:MlflowLogger",
     "trackio": f"{PLACE}.trackio:TrackioLogger",
 }
-"""`module:Class` of each; an installed package adds its own in the entry-point group `rlctl.loggers`."""
+"""`module:Class` of each; an installed package adds loggers in the entry-point group `rlctl.loggers`."""
 END_LIMIT_S = 30.0
 """Longest time that the end of a run waits for a logger."""
 

@@ -30,7 +30,7 @@ class TensorBoardLogger:
         place = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         self._writer = RecordWriter((directory / f"events.out.tfevents.{place}").open("wb"))
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        # What earlier sessions wrote of this step and later ones is not to be shown.
+        # Hide what earlier sessions wrote for this step and later ones.
         start = SessionLog(status=SessionLog.START)
         self._write(Event(wall_time=time.time(), step=run.finished + 1, session_log=start))
 

@@ -29,7 +29,7 @@ class TrackioLogger:
                 resume="never" if before is None else "allow",
                 config=dict(run.config),
                 embed=False,
-                auto_log_gpu=False,  # the run's own figures of the machine are under `system`
+                auto_log_gpu=False,  # the run's machine metrics are under `system`
                 auto_log_cpu=False,
             )
         run.remember("trackio", self._run.name)

@@ -9,7 +9,7 @@ from rlctl.telemetry.loggers import LoggedRun
 
 
 class WandbLogger:
-    """Weights & Biases. Its own variables apply: WANDB_ENTITY, WANDB_MODE=offline and others."""
+    """Weights & Biases. Its variables apply: WANDB_ENTITY, WANDB_MODE=offline and others."""
 
     title = "Weights & Biases"
     package = "wandb"
