@@ -21,7 +21,7 @@ _usual_embedding, _usual_layer_norm = F.embedding, F.layer_norm
 
 def install() -> None:
     """Make the sums of this process repeatable, and sum gradients of `F.embedding` and `F.layer_norm` in float32."""
-    # Warnings only: what has no repeatable form on a CPU (none of it is used here) still runs.
+    # Warnings only: operations without a repeatable form on a CPU (none is used here) still run.
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings: Any = torch.utils.deterministic
     settings.fill_uninitialized_memory = False  # which costs a pass over all new memory

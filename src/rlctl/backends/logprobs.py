@@ -328,8 +328,8 @@ def _kept_among(
         torch.where(enough_U, needed_U / (best_UK == last_U1).sum(1), share_U),
         torch.where(enough_U, sums_UK.gather(1, place_U1)[:, 0].float(), total_U),
     )
-    # The last candidate is -1 where the vocabulary has no more. Where it is as likely as the last token, further ones
-    # may be, too.
+    # The last candidate is -1 if the vocabulary has no more. If it is as likely as the last token, further tokens may
+    # be, too.
     return kept, (enough_U & (best_UK[:, -1] < last_U1[:, 0])) | (best_UK[:, -1] < 0)
 
 

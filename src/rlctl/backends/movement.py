@@ -16,7 +16,7 @@ SAMPLE = 1024
 
 
 class Movement:
-    """Follows the weights of one rank through its optimizer steps, which it sees before and after."""
+    """Measures the change of one rank's weights over its optimizer steps."""
 
     def __init__(self, dtype: torch.dtype, rounding: Rounding) -> None:
         self._dtype = dtype

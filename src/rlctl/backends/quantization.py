@@ -67,7 +67,7 @@ class WeightGrid:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Round nothing for a moment."""
+        """Suspend rounding in the block."""
         self._lifted = True
         try:
             yield

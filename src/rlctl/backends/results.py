@@ -29,7 +29,7 @@ class StepOutcome:
     grad_norm: float
     """Before clipping, over all ranks."""
     skipped: bool
-    """The gradient was not finite, and nothing was changed."""
+    """The gradient was not finite, and the weights did not change."""
     loss_scale: float | None = None
     """The factor of the loss, in float16."""
     rounded: Rounded | None = None

@@ -23,7 +23,7 @@ PARTS = {"rope": RopeFacts, "window_rope": RopeFacts, "moe": MoeFacts, "mla": Ml
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """One set of facts and the hub names that it describes (the first is its own)."""
+    """One set of facts and the hub names that it describes (the first is the entry's name)."""
 
     names: tuple[str, ...]
     facts: ModelFacts | None = None
@@ -59,7 +59,7 @@ def near(name: str, limit: int = 3) -> list[str]:
 @cache
 def entries() -> tuple[CatalogEntry, ...]:
     """The whole catalog, in the order of its file."""
-    # The C parser reads the file in a tenth of the time; not every build of PyYAML has it.
+    # The C parser takes a tenth of the time; some builds of PyYAML lack it.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     models = yaml.load(files("rlctl.models").joinpath("catalog.yaml").read_text(encoding="utf-8"), loader)
     return tuple(

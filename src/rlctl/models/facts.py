@@ -90,7 +90,7 @@ class ListedTensor:
     module_shape: tuple[int, ...] = ()
     """Shape of the parameter if larger than the box; experts have a leading axis."""
     module_start: tuple[int, ...] = ()
-    """Where the box begins in the parameter, but for the axis of experts; empty: at its beginning."""
+    """Where the box begins in the parameter, without the expert axis; empty: at 0."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class ModelFacts:
     takes_adapters: bool = True
     """Whether its layers hold linear layers of torch (GPT-2's hold none)."""
     vision: VisionFacts | None = None
-    """The model takes images, and all of it is trained; None: text only."""
+    """Whether the model takes images, and all of it is trained; None: text only."""
     left_out: tuple[str, ...] = ()
     """Patterns of the names of stored tensors that are no part of the model, such as masks."""
 

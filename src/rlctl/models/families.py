@@ -19,7 +19,7 @@ from rlctl.models.hf_config import OWN_FILE, completed
 from rlctl.models.matrices import ModelWeights
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "deepseek_v3", "gemma3", "gpt_oss")
-"""Files of this folder with `PARTS`. An installed package adds its own in the entry-point group `rlctl.families`."""
+"""Files of this folder with `PARTS`. An installed package adds families in the entry-point group `rlctl.families`."""
 GROUP: EntryPointGroup = "rlctl.families"
 PARTS = ("ARCHITECTURES", "DEFAULTS", "TINY", "FULL", "facts", "weights")
 """Names that a family file defines (`Family` has their meaning); `tiny_like` is optional."""
@@ -83,7 +83,8 @@ def has_file(name: str) -> bool:
 
 
 def family_of(architectures: Collection[str]) -> Family | None:
-    """Return the family that reads one of these architectures. Installed packages are imported if no own one does."""
+    """Return the family that reads one of these architectures. Installed packages are imported only if rlctl has
+    none."""
     packages = (family(name) for name in plugin_names(GROUP))
     return next((f for f in chain(families(), packages) if not set(f.architectures).isdisjoint(architectures)), None)
 

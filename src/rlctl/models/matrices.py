@@ -67,7 +67,7 @@ class Role(StrEnum):
     STORED = "stored"
     """Stored with the weights and never trained: a buffer of transformers' modules."""
     OTHER = "other"
-    """Its family has no file, so that nothing is known of it."""
+    """Whether its family has no file, so that its tensors are unknown."""
 
 
 FLOAT32_ROLES = frozenset({Role.EXPERT_BIAS})

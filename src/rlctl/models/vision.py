@@ -24,7 +24,7 @@ class VisionFamily:
     published: tuple[tuple[str, str], ...] = ()
     """Differing name prefixes in transformers' and the hub's files."""
     mutual: bool = False
-    """The tokens of an image attend to each other in both directions, but for vLLM on CPUs, which is causal."""
+    """Whether tokens of an image attend to each other in both directions; vLLM on CPUs is causal."""
     sound: str = ""
     """Pattern of the paths of the part that reads sound, which is never trained; empty: the family has none."""
 
@@ -76,7 +76,7 @@ def vision_family(config: dict[str, Any]) -> VisionFamily | None:
 
 
 def why_untrained(config: dict[str, Any]) -> str:
-    """Return why a model that reads images is not trained on them, as a clause; empty: it is, or nothing is known."""
+    """Return why a vision model is not trained on images, as a clause; empty: it is, or the reason is unknown."""
     text = config.get("text_config")
     mode = (text if isinstance(text, dict) else config).get("use_bidirectional_attention")
     if mode and str(config.get("model_type")).startswith("gemma4"):

@@ -22,7 +22,7 @@ Precision = Literal["float32", "bf16", "fp8", "fp4"]
 
 @dataclass(frozen=True)
 class EngineNumbers:
-    """The numbers of an engine that its own settings change: its memory and its speed follow from them."""
+    """The numbers of an engine that its settings change: they determine memory and speed."""
 
     matrix_bytes: float | None = None
     """Bytes of a weight of the layers; None: as embedding and head."""

@@ -54,7 +54,7 @@ class DecodeCheck:
     max_length: int
     """Most tokens of a sequence in the engines."""
     sampling: Sampling
-    """The policy's own temperature and truncation, and the most tokens of a completion."""
+    """The policy's temperature and truncation, and the token limit of a completion."""
     without_graphs: str = ""
     """Flag for decoding without graphs; empty: none."""
     shown: EncodedPrompt | None = None

@@ -66,7 +66,7 @@ class Exchange:
         self._incoming[channel][1].let_go()
 
     def start(self, attempt: int, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Begin attempt number `attempt`. Messages of an attempt that was given up are not mixed with its own."""
+        """Begin attempt number `attempt`. Messages of abandoned attempts stay apart."""
         self._attempt, self._under_way, self.bytes = attempt, {}, 0
         for packer, _ in self._outgoing.values():
             packer.look(parameters)

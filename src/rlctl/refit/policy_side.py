@@ -35,7 +35,7 @@ from rlctl.weights.transfer_plan import Copy, RememberingWorld, TransferPlan, Wo
 
 @dataclass
 class ChannelEnd:
-    """This rank's end of a channel into which it writes."""
+    """This rank's end of a channel that it writes to."""
 
     channel: Channel
     packer: Packer
@@ -63,7 +63,7 @@ class SenderState:
     rounds: int = 0
     """Most rounds of a channel."""
     whole_copies: tuple[Copy, ...] | None = None
-    """This rank's share of each published tensor, which it compares with the engines'."""
+    """This rank's share of each published tensor, for the comparison with the engines'."""
 
 
 class RefitSender:

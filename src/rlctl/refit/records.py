@@ -67,7 +67,7 @@ class Sent:
     packing_s: float
     """Seconds of copying."""
     bytes: int
-    """Bytes sent, those to ranks that reach the staging memory in its place included."""
+    """Bytes sent, with bytes to ranks that relay to the staging memory."""
     exchange_s: float = 0.0
     """Seconds of waiting for boxes of other ranks, or until they were gone."""
 

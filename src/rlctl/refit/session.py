@@ -177,7 +177,7 @@ class RefitSession:
         done = []
         for c in channels:
             link = replace(c.connection, address=addresses.get(c.index), handles=handles.get(c.index, ()))
-            if port is not None:  # ranks with nothing to send stay out
+            if port is not None:  # ranks without messages stay out
                 c = replace(c, senders=tuple(rank for rank, report in enumerate(made) if c.index in report.sends))
                 senders = tuple(places[rank].name for rank in c.senders)
                 group = Rendezvous(host, port, f"refit-{run}-{c.index}", (*senders, *link.receivers))
@@ -309,7 +309,7 @@ class RefitSession:
             for index, comparison in enumerate(self.compare(sample)):
                 self.last_comparison, compared = comparison, comparison.tensors
                 require_equal(comparison, version, f"engine {index}")
-        except VerificationError:  # after any other error nothing is generated before another full refit
+        except VerificationError:  # after any other error the engine waits for another full refit
             self.reject(version)
             raise
         return compared
@@ -349,7 +349,7 @@ class RefitSession:
     def _tolerantly(
         self, group: WorkerGroup[W], method: Callable[Concatenate[W, P], object], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        # A worker that is gone holds nothing, and its death was reported where it mattered.
+        # A lost worker holds no weights, and its loss was reported before.
         with contextlib.suppress(WorkerError, WaitTimeoutError):
             group.within(min(30.0, self.settings.timeout_s)).call(method, *args, **kwargs)
 

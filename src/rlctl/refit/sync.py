@@ -276,7 +276,7 @@ class WeightSync:
         after a host's return."""
         here = self.engines.group.placed(lost)
         away = [rank for rank in lost if rank not in here]
-        if len(away) == len(self.engines):  # nothing is left to go on with: wait for a place
+        if len(away) == len(self.engines):  # no engine is left: wait for a place
             here, away = lost, []
         try:
             self.engines.replace(here)

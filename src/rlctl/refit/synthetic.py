@@ -30,7 +30,7 @@ from rlctl.weights.vllm import VllmParallel, VllmWorld
 
 
 def reduced(facts: ModelFacts, hidden: int = 64) -> ModelFacts:
-    """The model with all its layers and experts, at `hidden` wide (a multiple of 64): as many tensors, small ones."""
+    """The model with all its layers and experts, at `hidden` wide (a multiple of 64): as many tensors, but small."""
     heads = min(facts.heads, 16)
     dim = hidden // 4
     moe, mla = facts.moe, facts.mla

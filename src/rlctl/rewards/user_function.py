@@ -153,7 +153,7 @@ class UserAsyncScorer(UserScorer):
             async with timer:
                 return await call
         except TimeoutError:
-            if not timer.expired():  # it is the function's own
+            if not timer.expired():  # it is the function's
                 raise
             raise InputError(
                 f"Reward function {self.name} took longer than {self.limit_s:g} s to score {where}.",

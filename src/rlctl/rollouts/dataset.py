@@ -346,7 +346,7 @@ class DatasetSource:
         return dict(self._ledger.state())
 
     def write(self, directory: Path) -> None:
-        """There is nothing to write."""
+        """Do nothing: a text source has no files."""
 
     def restore(self, state: Mapping[str, Any], directory: Path) -> None:
         """Go on after the trained positions. Raises InputError where `state` is not a ledger."""

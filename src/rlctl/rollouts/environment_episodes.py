@@ -105,7 +105,7 @@ class EnvironmentEpisodes:
             place = "" if knows else "; the chat template has no place for tools, so the system prompt describes them"
             written = f": {example!r}" if example else ""
             notes.append(f"tools: {', '.join(schemas)}; calls are written as {form} writes them{written}{place}")
-        if reply.ask is not None:  # each conversation shows its own tools
+        if reply.ask is not None:  # each conversation shows its tools
             turns = replace(turns, encoder=encoder.with_ends(turns.encoder.stop_token_ids))
         episodes = cls(plan, turns, limits, reply, tuple(notes), example=example)
         opened = episodes.opened(row, turns.encoder)

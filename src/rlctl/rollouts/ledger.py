@@ -20,7 +20,7 @@ class Ledger:
     def __init__(self) -> None:
         self.finished: set[int] = set()
         self.under_way: set[int] = set()
-        self._handed_over_below = 0  # all positions below this one were handed over; those above it are in the set
+        self._handed_over_below = 0  # all positions below were handed over; later ones are in the set
         self._handed_over: set[int] = set()
         self._next = 0  # the first position that was never taken
         self._again: list[int] = []  # positions that an earlier process took and did not train on

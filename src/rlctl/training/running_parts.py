@@ -22,7 +22,7 @@ class SourceParts:
     prompts: PromptStream
     timer: StepTimer
     scorers: Scorers | None = None
-    """None: nothing is scored."""
+    """None: no scoring."""
     sync: WeightSync | None = None
     """None: there are no engines."""
     tell: Callable[[str], None] = lambda _: None
@@ -34,7 +34,7 @@ class ValidationParts:
 
     policy: PolicyClient
     scorers: Scorers | None = None
-    """None: nothing is scored."""
+    """None: no scoring."""
     sync: WeightSync | None = None
     """None: there are no engines."""
     refitted: Callable[[RefitReport], None] = lambda _: None

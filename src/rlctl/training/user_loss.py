@@ -28,7 +28,7 @@ TRIAL_TOKENS = 7
 
 @dataclass(frozen=True)
 class UserLoss:
-    """A user's loss function, which takes the place of an algorithm's own loss and metrics."""
+    """A user's loss function, which replaces an algorithm's loss and metrics."""
 
     code: UserCode
     params: Mapping[str, Any] = field(default_factory=dict)

@@ -22,7 +22,7 @@ BUILT_IN = {
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all transports; nothing is imported."""
+    """Return the names of all transports without importing them."""
     return tuple(dict.fromkeys((*BUILT_IN, *plugin_names(GROUP))))
 
 
@@ -50,6 +50,6 @@ def choose(places: Places) -> str:
 def storing() -> Iterator[str]:
     """Yield the names of the transports that store versions under `refit.directory`."""
     for name in names():
-        with suppress(InputError):  # a broken package stores nothing
+        with suppress(InputError):  # a broken package stores no file
             if transport_facts(name).stored:
                 yield name

@@ -51,7 +51,7 @@ def _segments_of_their_own(device: torch.device) -> Iterator[None]:
     name = next((name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in os.environ), None)
     settings = os.environ[name] if name else ""
     fixed = settings.replace("expandable_segments:True", "expandable_segments:False")
-    if fixed != settings:  # torch resets what the text leaves out, so all of it is given
+    if fixed != settings:  # torch resets missing options, so the text gives all
         torch.cuda.memory._set_allocator_settings(fixed)
     try:
         with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device):

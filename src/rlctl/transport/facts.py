@@ -43,7 +43,7 @@ class Rates:
 
 
 class TransportFacts:
-    """The facts about one transport. A subclass states the ones that differ."""
+    """The facts about one transport. A subclass sets the ones that differ."""
 
     name: ClassVar[str]
     """Its value of `refit.mover`, and of the entry point of a package's transport."""
@@ -60,7 +60,7 @@ class TransportFacts:
     """Why it cannot send only changed elements (`refit.sparse`); empty: it can."""
 
     def suits(self, places: Places) -> bool:
-        """Return whether `refit.mover=auto` takes it. Only rlctl's own transports are asked."""
+        """Return whether `refit.mover=auto` takes it. Only rlctl's transports are candidates."""
         return False
 
     def refusal(self, places: Places) -> Refusal | None:
@@ -76,7 +76,7 @@ class TransportFacts:
         return 0.0
 
     def check_directory(self, directory: str) -> None:
-        """Raise InputError if nothing can be stored under `refit.directory`. Called before anything is started."""
+        """Raise InputError if `refit.directory` cannot store files. Called before any process starts."""
 
     def session_directory(self, directory: str | None, session: str) -> str:
         """Return where a session, whose name is unique, stores its versions."""

@@ -86,7 +86,7 @@ def transport(name: str) -> Transport:
 
 
 class TimedReceiver:
-    """A receiver that also counts the seconds in which nothing had come that could be loaded."""
+    """A receiver that also counts the seconds without data to load."""
 
     def __init__(self, receiver: Receiver) -> None:
         self.receiver, self.waited_s = receiver, 0.0
@@ -106,4 +106,4 @@ class Received:
     path: str
     """`direct`, `loader`, or `mixed`."""
     waited_s: float = 0.0
-    """Seconds in which nothing had come that could be loaded."""
+    """Seconds without data to load."""

@@ -66,18 +66,18 @@ class TransferGroup:
 
     @classmethod
     def join(cls, at: Rendezvous, rank: int, device: torch.device, timeout_s: float) -> TransferGroup:
-        """Make a group with the others that meet there. It ends for all of them when one closes it."""
+        """Make a group with the other members of the meeting. Closing it ends it for all."""
         limit, size = timedelta(seconds=timeout_s), len(at.names)
         try:
             store = PrefixStore(at.prefix, TCPStore(at.host, at.port, is_master=False, timeout=limit))
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
-                # Past its own limit NCCL's watchdog ends the process. `Pending.wait` comes first and raises an error.
+                # NCCL's watchdog ends the process after its limit. `Pending.wait` comes first and raises an error.
                 options._timeout = 2 * limit
                 made: Any = dist.ProcessGroupNCCL(store, rank, size, options)
                 meeting = BarrierOptions()
                 meeting.device = device
-                # NCCL makes the communicator here, for which it needs all members at once.
+                # NCCL makes the communicator here, and needs all members at once.
                 Pending(made.barrier(meeting), "Another member", "join", timeout_s).wait("the group")
             else:
                 made = dist.ProcessGroupGloo(store, rank, size, limit)

@@ -22,7 +22,7 @@ def chunk_view(buffer: torch.Tensor, chunk: Chunk) -> torch.Tensor:
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into its target, all of them in one call of torch."""
+    """Copy each source into its target, in one call of torch."""
     if targets:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage] - torch has no public name
 
@@ -45,7 +45,7 @@ def bytes_of(copy: Copy) -> int:
 
 
 def message_parts(copies: Sequence[Copy]) -> tuple[MessagePart, ...]:
-    """Where each copy lies in a message that holds all of them."""
+    """Return the place of each copy in a message of all."""
     parts, offset = [], 0
     for copy in copies:
         parts.append(MessagePart(chunk_number(copy), copy.destination_view, offset, bytes_of(copy)))
@@ -55,7 +55,7 @@ def message_parts(copies: Sequence[Copy]) -> tuple[MessagePart, ...]:
 
 @dataclass
 class _Bound:
-    """Views for all copies of a round: plain ones for one call, and those whose values change on the way."""
+    """Views for all copies of a round: plain copies for one call, and copies whose values change."""
 
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
@@ -158,7 +158,7 @@ class Images:
         return self.images[index % 2]
 
     def unpack(self, sender: int, index: int, image: torch.Tensor | None = None) -> None:
-        """Put a message that has arrived in place, in the round's own image or in `image`."""
+        """Put a received message in place, in the round's image or in `image`."""
         image = self.image(index) if image is None else image
         key = (sender, index, image.data_ptr())
         if key not in self._views:

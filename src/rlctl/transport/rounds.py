@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rlctl.weights.layout import ITEM_BYTES, Box, Layout, ParamSpec, Piece, View, cut, volume, whole, whole_piece
 
 ALIGNMENT = 256  # bytes; whole cache lines, and what vectorised copies like
-EMPTY_BYTES = 8  # bytes of a piece of changed elements where nothing has changed: its length alone
+EMPTY_BYTES = 8  # bytes of an unchanged piece: its length only
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Connection:
     senders: tuple[str, ...]
     """Names, for messages."""
     receivers: tuple[str, ...]
-    """All that read this channel, in the order in which they pass it on."""
+    """All readers of the channel, in relay order."""
     timeout_s: float
     address: SegmentAddress | None = None
     handles: tuple[tuple, ...] = ()

@@ -35,7 +35,7 @@ LONGEST_PAUSE_S = 0.001
 KEEPS_ORDER = platform.machine() == "x86_64"
 MEMBARRIER = (4, 2)  # linux/membarrier.h: register for the expedited barrier of all processes, and have one
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_ROUNDS_AN_ATTEMPT = 1 << 32  # counts of later attempts are larger than all of earlier ones
+_ROUNDS_AN_ATTEMPT = 1 << 32  # counters of later attempts exceed all earlier ones
 # Words of a cell.
 DONE, PROCESS, FAILED, VERSION = 0, 1, 2, 3
 
@@ -99,7 +99,7 @@ class Segment:
         return cls(SegmentAddress(str(path), max(size, 1), this_node()), create=True)
 
     def unlink(self) -> None:
-        """Remove the name; the memory lives until the last process that has it mapped lets go."""
+        """Remove the name; the memory lives as long as a process has it mapped."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.address.path)
 
@@ -249,7 +249,7 @@ class Staging:
     """A channel's staging memory on its creating rank."""
 
     segment: Segment
-    """The counters; the two buffers too, unless those are on a device."""
+    """The counters; the two buffers too, unless they are on a device."""
     buffers: list[torch.Tensor] | None = None
     """The two buffers on a device."""
     handles: tuple[tuple, ...] = ()

@@ -77,7 +77,7 @@ class WeightedRollout(NamedTuple):
         return slice(first, first + self.tokens)
 
     def media(self, columns: RolloutColumns) -> tuple[MediaPart, ...]:
-        """Return its media, whose places are counted from its own first token."""
+        """Return its media, with positions from its first token."""
         shifted = (replace(part, start=part.start - self.begin) for part in columns.media(self.sample))
         return tuple(part for part in shifted if 0 <= part.start < self.tokens)
 
@@ -152,7 +152,7 @@ class ValueBatch:
 
     # float32, of the critic's current weights; with gradient in its training; 0 without a critic
     values_R: torch.Tensor
-    rewards_R: torch.Tensor  # float32, the reward of the token's rollout, which it has as a whole, or its advantage
+    rewards_R: torch.Tensor  # float32, the reward of the token's rollout, or its advantage
     token_weights_R: torch.Tensor
     counted_R: torch.Tensor
     rollout_R: torch.Tensor  # these three as in TokenBatch
@@ -202,7 +202,7 @@ class AdvantageEstimate(Protocol):
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        """The least and the largest advantage, at which they are cut afterwards; None: any."""
+        """The minimum and maximum of advantages, which are cut there; None: unbounded."""
         ...
 
     def __call__(self, batch: ValueBatch) -> tuple[torch.Tensor | None, torch.Tensor]:

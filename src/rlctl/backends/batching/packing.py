@@ -30,7 +30,7 @@ class PackingStats:
     padded_tokens: int
     """Tokens of padding: rounding of rows, and rows that exist only so that ranks have equally many."""
     unshared_tokens: int
-    """Tokens it would be if every rollout had its own copy of the prompt."""
+    """Tokens if every rollout had a copy of the prompt."""
     micro_batches: int
     """Rows of each rank, over all mini-batches."""
     imbalance: float
@@ -123,7 +123,7 @@ def _require_fit(rollouts: Sequence[WeightedRollout], limit: int) -> None:
 def _units(
     rollouts: Sequence[WeightedRollout], limit: int, step: int, share: bool, whole_groups: bool
 ) -> list[PackingUnit]:
-    """Whole groups, or parts of groups where whole ones would take over 2 % more rows than single rollouts do."""
+    """Whole groups, or parts of groups if whole ones need over 2 % more rows than single rollouts."""
     if not share and not whole_groups:
         return [_unit((rollout,)) for rollout in rollouts]
     groups: dict[int, list[WeightedRollout]] = defaultdict(list)
@@ -210,7 +210,7 @@ def _rectangles(units: list[PackingUnit], step: int, limit: int) -> list[list[Pa
 
 
 def _filled_up(bins: list[list[PackingUnit]], step: int) -> list[list[PackingUnit]]:
-    """Bins and empty ones to a multiple of `step`, one at least: the ranks take a step without rollouts together."""
+    """Bins and empty ones to a multiple of `step`, at least one: ranks take a step without rollouts together."""
     missing = -len(bins) % step if bins else step
     return [*bins, *([] for _ in range(missing))]
 

@@ -20,7 +20,7 @@ from rlctl.backends.batching.packed_rows import PackedRow, RowUnit
 TREE_TOKENS = 512
 """Longest shared-prompt unit computed as one masked square; longer units compute each completion separately."""
 BATCH_WASTE = 1.5
-"""Units are batched while the padded squares are at most this much larger than their own."""
+"""Units are batched while the padded squares exceed their own by at most this factor."""
 KERNEL_WIDTH = 8
 """Head width divisor of torch's fused masked bfloat16 kernels on GPUs; other widths use a math kernel
 (`check_head_dim_size_mem_efficient` in ATen's sdp_utils.cpp)."""
@@ -132,7 +132,7 @@ def _problems(unit: RowUnit, squares: bool) -> list[_Problem]:
         return [_Problem(tokens, tokens, None)]
     if unit.tokens <= TREE_TOKENS:
         part = np.repeat(np.arange(len(unit.completions) + 1), [unit.prompt, *unit.completions])
-        in_own_text = (part[None] == 0) | (part[None] == part[:, None])  # of the completions only the token's own
+        in_own_text = (part[None] == 0) | (part[None] == part[:, None])  # only the token's own completion
         return [_Problem(tokens, tokens, np.tri(unit.tokens, dtype=bool) & in_own_text)]
     prompt = tokens[: unit.prompt]
     problems = [_Problem(prompt, prompt, None)]
@@ -179,7 +179,7 @@ def _block(batch: list[_Problem], positions_T: Tensor) -> AttentionBlock:
     for b, problem in enumerate(batch):
         if mask is not None and problem.mask_QK is not None:
             mask[b, 0, : len(problem.queries), : len(problem.keys)] = problem.mask_QK
-            mask[b, 0, len(problem.queries) :, 0] = True  # a softmax over nothing is not a number
+            mask[b, 0, len(problem.queries) :, 0] = True  # a softmax over no values is NaN
     device = positions_T.device
     queries_BQ = _on_device(_padded([problem.queries for problem in batch]), device)
     keys_BK = _on_device(_padded([problem.keys for problem in batch]), device)

@@ -290,7 +290,7 @@ def _on_meta(spec: PolicySpec, *, headless: bool) -> Any:
         raise ConfigError("training.backend = dtensor needs the model's config.json.", "Name a model with --model.")
     name = f"{ATTENTION}_selective" if spec.recompute == "selective" else ATTENTION
     inner = meta_model(Path(spec.model_dir), None if spec.facts.unpacked else name, headless=headless, buffers=True)
-    inner.get_input_embeddings().padding_idx = None  # a row pads with nothing that is trained on: no token is left out
+    inner.get_input_embeddings().padding_idx = None  # row padding has no trained tokens: no token is left out
     if any(hasattr(layer, "altup") for layer in layers_of(inner)):
         inner.get_input_embeddings().register_forward_hook(_finite_at_zero)
     return inner

@@ -30,7 +30,7 @@ def build_optimizer(spec: PolicySpec, model: nn.Module) -> torch.optim.AdamW:
         if parameter.requires_grad:
             leaf = name.rpartition(".")[2]
             decays = not (name in norms or parameter.dim() == 1 or leaf.endswith("bias") or leaf in STATE_SPACE)
-            # The fused kernel takes parameters of one mesh: experts that are spread have their own.
+            # The fused kernel takes parameters of one mesh, and spread experts have another.
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault((decays, mesh), {"params": [], "decays": decays})["params"].append(parameter)
     return torch.optim.AdamW(list(groups.values()), **optimizer_values(spec))
@@ -64,7 +64,7 @@ def take_step(
 
 
 def _reduced(parameter: Tensor) -> Tensor:
-    """Return a gradient summed over tensor-parallel ranks with partial sums; FSDP2 has summed its own."""
+    """Return a gradient summed over tensor-parallel ranks with partial sums; FSDP2 sums its parameters' gradients."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:

@@ -72,7 +72,7 @@ def optimizer_values(spec: PolicySpec) -> dict[str, Any]:
         "overlap_param_gather": spec.ddp.get("overlap_param_gather", False),
         "bf16": spec.dtype == "bfloat16",
         "fp16": spec.dtype == "float16",
-        # As torch's GradScaler: Megatron's own begins at 2^32, and would skip the first steps of every run.
+        # Like torch's GradScaler: Megatron's begins at 2^32, and would skip the first steps of every run.
         "initial_loss_scale": 2.0**16,
         "loss_scale_window": 2000,
         "hysteresis": 1,
@@ -194,7 +194,7 @@ def _moe_values(facts: ModelFacts) -> dict[str, Any]:
         "moe_router_topk": moe.experts_per_token,
         "moe_ffn_hidden_size": moe.expert_intermediate,
         "moe_shared_expert_intermediate_size": moe.shared_expert_intermediate or None,
-        # A list has checkpoints name each layer on its own, even where all are alike
+        # With a list, checkpoints name each layer separately, even if all are alike
         "moe_layer_freq": [int(facts.is_moe_layer(i)) for i in range(facts.layers)] if moe.dense_layers else 1,
         "moe_router_score_function": moe.score,
         # Megatron takes a single expert in no other way; `weigh_as_published` corrects its weight

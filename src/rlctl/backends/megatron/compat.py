@@ -23,7 +23,7 @@ VERSIONS = ((0, 16), (0, 20))
 """First version that works, and the first that was not tried."""
 TRANSFORMER_ENGINE = "transformer_engine"
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "uint8"}
-"""Short names of data types, as Megatron's own options spell them (its 8-bit states are bytes)."""
+"""Short names of data types in Megatron's options (its 8-bit states are bytes)."""
 
 
 def require_version() -> str:
@@ -73,7 +73,7 @@ def _real(field: dataclasses.Field, value: Any) -> Any:
 
 
 def call_known(function: Callable[..., Any], **kwargs: Any) -> Any:
-    """Calls `function` with those keywords that this version of it takes."""
+    """Call `function` with the keywords that its installed version accepts."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function(**kwargs)
@@ -146,7 +146,7 @@ def write_checkpoints_in_this_process() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     for name in ("_get_write_results_queue", "get_write_results_queue"):  # 0.16, 0.19
-        # Each save asks once. Two may be under way, a policy's and its critic's, and each has its own results.
+        # Each save asks once. A policy's and its critic's saves may run at the same time, with separate results.
         setattr(filesystem_async, name, lambda *args, **kwargs: queue.Queue())
 
 

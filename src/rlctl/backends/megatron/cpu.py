@@ -117,7 +117,7 @@ def set_rng_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = Fals
 
 
 class CudaOnCpu(types.ModuleType):
-    """The parts of torch.cuda that Megatron-Core uses, on a CPU; other names are torch.cuda's own."""
+    """The parts of torch.cuda that Megatron-Core uses, on a CPU; other names are torch.cuda's."""
 
     Stream = Event = Nothing
     nvtx = stream = current_stream = default_stream = set_device = synchronize = empty_cache = Nothing()
@@ -192,7 +192,7 @@ def _rewrite_constants(code: types.CodeType, table: dict[str, str]) -> types.Cod
 
 
 def _accept_cpu_parameter_types() -> None:
-    """The optimizers compare `param.type()` with 'torch.cuda.FloatTensor' and the like."""
+    """Megatron's optimizers compare `param.type()` with names such as 'torch.cuda.FloatTensor'."""
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 
     table = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}

@@ -1,4 +1,4 @@
-"""Parts of Megatron's layers in fewer passes over memory, for CPUs, where nothing compiles or fuses its operations."""
+"""Parts of Megatron's layers in fewer passes over memory, for CPUs, where no compiler fuses operations."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def look_up(ids: Tensor, weight: Tensor) -> Tensor:
     """`F.embedding`, as `LookedUp` where the weight has a buffer of gradients."""
     if not (torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "main_grad")):
         return F.embedding(ids, weight)
-    if getattr(weight, "zero_out_wgrad", False):  # nothing is left for the hook to add
+    if getattr(weight, "zero_out_wgrad", False):  # the hook has no gradient left to add
         weight.zero_out_wgrad = False  # type: ignore[attr-defined]
     return LookedUp.apply(ids, weight)
 

@@ -59,8 +59,8 @@ class RoundingOptimizer(DistributedOptimizer):
 
 
 def round_weights(inner: Any, settings: OptimizerConfig) -> None:
-    """Turn a Megatron optimizer of narrow weights into a `RoundingOptimizer`. Raises ConfigError if it rounds by
-    itself."""
+    """Turn a Megatron optimizer of narrow weights into a `RoundingOptimizer`. Raises ConfigError if it rounds
+    already."""
     if type(inner) is DistributedOptimizer and not inner.config.use_precision_aware_optimizer:
         rounding: Any = inner
         rounding.__class__, rounding.rounding = RoundingOptimizer, settings.rounding

@@ -160,7 +160,7 @@ def build_model(
     if spec.lora.rank:
         adapt(model, spec.lora, spec.seed)
         if kind is ValueModel and model.post_process:
-            model.output_layer.requires_grad_(True)  # a new head has nothing that an adapter could add to
+            model.output_layer.requires_grad_(True)  # a new head needs no adapter
     return model.to(spec.device)
 
 
@@ -228,7 +228,7 @@ def _layer_spec(policy: PolicySpec, config: TransformerConfig, vp_stage: int | N
             if config.qk_layernorm and getattr(attention, name, None) is not None:
                 setattr(attention, name, RMSNorm)
         if config.multi_latent_attention:
-            # Column-parallel ones get a wrong gradient for the key's rotary part under tensor parallelism.
+            # Column-parallel layers get a wrong gradient for the key's rotary part under tensor parallelism.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
     if not use_te:
         spec.layer_norm = RMSNorm

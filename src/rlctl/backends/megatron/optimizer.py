@@ -70,7 +70,7 @@ def build_optimizer(spec: PolicySpec, chunks: list[Any]) -> Any:
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Dense and expert optimizer, those without parameters on this rank left out."""
+    """Dense and expert optimizer, without optimizers that have no parameters on this rank."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
 

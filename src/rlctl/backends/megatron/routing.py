@@ -57,7 +57,7 @@ class Replay(OfMicroBatch):
         self.layer = layer
 
     def give(self, value: Tensor | None) -> None:
-        """Take the choices [T, L, K] of all layers; None, or -1 for a token: the router's own."""
+        """Take the choices [T, L, K] of all layers; None, or -1 for a token: the router chooses."""
         super().give(None if value is None else value[:, self.layer].long())
 
     def get_replay_topk(

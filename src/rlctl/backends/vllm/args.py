@@ -104,7 +104,7 @@ def engine_spec(
 
 
 def _config_overrides(facts: ModelFacts) -> dict[str, Any]:
-    """Return values of config.json that vLLM would read otherwise than transformers does."""
+    """Return values of config.json that vLLM would read differently from transformers."""
     overrides: dict[str, Any] = {}
     if facts.family == "deepseek_v3":  # vLLM looks for these keys, transformers knows one way for this model type
         overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
@@ -291,7 +291,8 @@ def _common_arguments(config: EngineConfig, tp: int, dummy_weights: bool) -> dic
     if ep > 1:
         arguments["enable_expert_parallel"] = True  # over all ranks of a pipeline stage, in all replicas
     if tp * pp > 1 or (config.generation.dp or 1) > 1:
-        # Workers of this process's own: inside a Ray actor vLLM would ask Ray for them, which its CPU platform cannot.
+        # Workers of this process: inside a Ray actor vLLM would request them from Ray, which its CPU platform does not
+        # support.
         arguments["distributed_executor_backend"] = "mp" if tp * pp > 1 else "uni"
     if config.generation.max_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.generation.max_batched_tokens
@@ -321,7 +322,7 @@ def _gpu_arguments(
     fraction = config.generation.memory_fraction or (GPU_COLOCATED_FRACTION if colocated else GPU_ALONE_FRACTION)
     plain_experts = facts.moe is not None and not config.vllm.passed.get("quantization")
     values = {
-        # Its order of the experts is known. On Blackwell vLLM would choose a kernel that keeps them otherwise.
+        # Its order of experts is known. On Blackwell vLLM would choose a kernel with another order.
         "moe_backend": "triton" if plain_experts else None,
         "enable_return_routed_experts": config.training.router_replay or None,
         "gpu_memory_utilization": fraction,
@@ -353,15 +354,15 @@ def engine_env(
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        # The engine's core in our own process: refit reaches its worker directly, and death is one process's death.
+        # The engine's core in this process: refit reaches its worker directly, and only one process can die.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device == "cpu":
         env |= {
-            # Ray places the process; binding to cores of one's own choice collides with the trainer's.
+            # Ray places the process; vLLM's own core binding collides with the trainer's.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # The sampler is compiled at the first request otherwise: half a minute for nothing on small models.
+            # The sampler would be compiled at the first request: half a minute without benefit on small models.
             "TORCHDYNAMO_DISABLE": "1",
             # Threads that spin at barriers starve each other where cores are shared with the trainer or other programs
             # (measured with six busy processes on 2 cores: a step of 2 s instead of 30).
@@ -369,7 +370,7 @@ def engine_env(
             # A refit packs matrices into new memory. In small pages two thirds of its CPU time are page faults.
             "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
         }
-    else:  # as nvidia-smi and Ray count GPUs; CUDA's own order is by speed
+    else:  # as nvidia-smi and Ray count GPUs; CUDA orders by speed
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if plain_parameters and device == "cpu":
         env[PLAIN_PARAMETERS] = "1"

@@ -74,7 +74,7 @@ def without_own_nccl_settings() -> AbstractContextManager[None]:
 
 
 def sampling_params(sampling: Sampling, seed: int) -> Any:
-    """vLLM's own parameters for drawing the tokens of one sample."""
+    """vLLM's parameters for the tokens of one sample."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -86,7 +86,7 @@ def sampling_params(sampling: Sampling, seed: int) -> Any:
         stop=list(sampling.stop) or None,
         stop_token_ids=list(sampling.stop_token_ids) or None,
         seed=seed,
-        logit_bias=dict.fromkeys(sampling.never, NEVER) or None,  # log-probs are those after it
+        logit_bias=dict.fromkeys(sampling.never, NEVER) or None,  # log-probs follow it
         logprobs=0,  # the sampled token's alone
         flat_logprobs=True,
         skip_special_tokens=False,  # tags such as <answer> may be special tokens
@@ -241,7 +241,7 @@ def leave_replicas() -> None:
 def over_hosts(arguments: Mapping[str, Any], host: int, hosts: int, address: str, port: int, replicas: int) -> Any:
     """Return vLLM's arguments for a replica's ranks on host number `host`. All replicas form one process group at that
     port."""
-    # For vLLM replicas that share a host have the same number of hosts between them; each of these has its own.
+    # vLLM divides hosts evenly among replicas that share one; each of these has a separate host.
     where = {"nnodes": hosts, "node_rank": host, "master_addr": address, "master_port": port}
     return {**arguments, **where, "data_parallel_size_local": replicas}
 
@@ -357,12 +357,12 @@ def abandon_layerwise_reload(model: torch.nn.Module) -> bool:
 
 
 def reloads_as_a_whole(model: torch.nn.Module) -> bool:
-    """Whether the model's own loader begins and ends a layerwise reload of all layers: models of torchao."""
+    """Whether the model's loader begins and ends a layerwise reload of all layers: torchao's models."""
     return bool(getattr(model, "_do_torchao_reload", False))
 
 
 def waits_for_weights(module: torch.nn.Module) -> bool:
-    """Whether a module in the middle of a layerwise reload has been given nothing yet."""
+    """Whether a module in a layerwise reload has no data yet."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     info = layerwise.get_layerwise_info(module)

@@ -1,4 +1,4 @@
-"""Limits and workarounds of vLLM's CPU platform, read from the installed version. GPU engines use none of this."""
+"""Limits and workarounds of vLLM's CPU platform, read from the installed version. GPU engines use none."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class VllmEngine:
         self._draining = False
         self._version = 0
         self._updating: int | None = None
-        """Version of a refit in progress or failed; the engine generates nothing."""
+        """Version of a refit in progress or failed; the engine refuses to generate."""
         self._clock = AwakeClock()
         self._failed: Exception | None = None
         """The error of a step. vLLM's scheduler, or the device's context, may be broken although the process lives."""
@@ -226,7 +226,8 @@ class VllmEngine:
             self._spans.setdefault(key, []).extend(spans)
 
     def _forget_routing(self) -> None:
-        """Drop records of samples in flight, which new weights recompute, and of finished ones, whose cache is gone."""
+        """Drop records of samples in flight, which new weights recompute, and of finished samples, whose cache is
+        gone."""
         if self._records:
             self._take_routing()
         self._routed = dict(self._samples)
@@ -392,7 +393,7 @@ class VllmEngine:
             raise
 
     def _rpc(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a method of every vLLM worker, or a function of it. Raises what one raised, its own fault first."""
+        """Call a method of every vLLM worker, or a function of it. Raises a worker's error, preferring its cause."""
         try:
             with self._on_hosts():
                 answers = self._engine.collective_rpc("rlctl_call", args=(method, args))
@@ -431,7 +432,7 @@ class DeviceMemory:
     the cache, and restores both at the same addresses. Its CPU platform moves nothing."""
 
     def __init__(self, engine: Any, *, shared: bool) -> None:
-        """If not `shared`, the engine has its device to itself, and nothing ever moves."""
+        """If not `shared`, the engine has its device alone, and memory never moves."""
         self._engine, self.shared = engine, shared
 
     @property

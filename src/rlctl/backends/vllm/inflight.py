@@ -59,7 +59,7 @@ class EngineLock:
         return left > 0 and (self._changed.wait(min(left, 1.0)) or time.monotonic() < deadline)
 
     def tell(self) -> None:
-        """Wake those who wait for a change."""
+        """Wake threads that wait for a change."""
         self._changed.notify_all()
 
 

@@ -27,7 +27,7 @@ def assembled(
     tokens: Mapping[str, np.ndarray], spans: Mapping[str, Sequence[Span]], shape: tuple[int, int]
 ) -> dict[str, np.ndarray]:
     """int16 [T, L, K] per sample, `shape` (L, K); -1 if unknown, as for the last token. Cached prefixes are copied from
-    the sample that computed them. vLLM's own record has no samples that end by limit or abort: all theirs is -1."""
+    the sample that computed them. vLLM's record lacks samples that end by limit or abort: they are all -1."""
     routed = {name: np.full((len(token_ids), *shape), -1, np.int16) for name, token_ids in tokens.items()}
     for name, token_spans in spans.items():
         for start, rows in token_spans:  # later experts replace experts computed before weights changed
@@ -66,7 +66,7 @@ def merged(parts: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, Sequence[
 
 
 def recorded_shape(model_config: Any) -> tuple[int, int]:
-    """(L, K) of a model's record, as vLLM's own."""
+    """(L, K) of a model's record in vLLM."""
     return model_config.get_total_num_hidden_layers(), model_config.get_num_experts_per_tok()
 
 

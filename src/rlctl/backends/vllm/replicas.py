@@ -87,7 +87,7 @@ class NewTokens(NamedTuple):
     finish_reason: str | None
     """None: it is not finished."""
     stop_reason: str | int | None
-    """The stop text, or the stop token, that ended it; None: the model's own end token, or a limit."""
+    """The stop text or token that ended it; None: the model's end token, or a limit."""
     routed_experts: Any
 
 
@@ -269,7 +269,7 @@ class Logprob(NamedTuple):
 
 @dataclass
 class Completion:
-    """A sample of another process, as vLLM's own completions look."""
+    """A sample of another process, in the form of vLLM's completions."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -287,7 +287,7 @@ class Completion:
 
 
 class Output(NamedTuple):
-    """The completion of one request, as vLLM's own outputs look."""
+    """The completion of one request, in the form of vLLM's outputs."""
 
     request_id: str
     outputs: list[Completion]

@@ -42,7 +42,7 @@ from rlctl.methods.rl.sections import PolicyLoss
 KlEstimator = Literal["k1", "k2", "k3"]
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to this before exp(): float32 overflows at 88, and beyond e^20 a token says nothing more."""
+"""Log-ratios are clamped to this before exp(): float32 overflows at 88, and beyond e^20 a token has no information."""
 
 
 def rollout_sums(values_R: torch.Tensor, rollout_R: torch.Tensor) -> torch.Tensor:

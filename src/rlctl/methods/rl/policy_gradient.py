@@ -60,12 +60,12 @@ class PolicyGradient(Algorithm):
         return loss.kl_coefficient > 0 or loss.entropy_coefficient > 0 or loss.positive_nll_weight > 0
 
     def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
-        """Return the rewards compared with those of the group."""
+        """Return the rewards compared within the group."""
         options = self.config.advantage
         return group_advantages(rewards_G, options.baseline, options.normalize_std, options.std_of)
 
     def advantages_of(self, rewards_P_G: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return `advantages` of each group, those of one size computed together."""
+        """Return `advantages` of each group; groups of one size are computed together."""
         if type(self).advantages is not PolicyGradient.advantages:
             return super().advantages_of(rewards_P_G)
         by_size: dict[int, list[int]] = {}

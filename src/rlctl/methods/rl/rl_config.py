@@ -1,4 +1,4 @@
-"""The configuration of reinforcement learning; an algorithm with settings of its own derives a class from it."""
+"""The configuration of reinforcement learning; an algorithm with further settings derives a class from it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AlgorithmConfig(RolloutConfig):
 
     @property
     def compares_rewards(self) -> bool:
-        """Whether nothing is learned from a prompt whose rollouts all have the same reward."""
+        """Whether a prompt whose rollouts all have the same reward gives no gradient."""
         return self.advantage.compares and self.learns_from_rewards
 
     @model_validator(mode="after")

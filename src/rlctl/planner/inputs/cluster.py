@@ -156,7 +156,7 @@ class ClusterFacts:
 
 
 def device_named(name: str) -> Device:
-    """A device of the table. Raises InputError for an unknown name, with the nearest known ones."""
+    """A device of the table. Raises InputError for an unknown name, with the nearest known names."""
     key = name.lower().replace("_", "-").removeprefix("nvidia-")
     if key in DEVICES:
         return DEVICES[key]
@@ -368,7 +368,7 @@ def with_profile(cluster: ClusterFacts, profile: MachineProfile | None) -> Clust
 
 
 REACHED = 0.72
-"""Share of the data sheet's BF16 peak that a large matmul reaches where nothing is wrong (see `constants.py`)."""
+"""Share of the data sheet's BF16 peak that a large matmul reaches on a healthy device (see `constants.py`)."""
 REACHED_BANDWIDTH = 0.9
 LINK_REACHED = 0.8
 """Share of NVLink's peak that nccl-tests report as bus bandwidth of a large all-reduce."""

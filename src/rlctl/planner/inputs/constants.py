@@ -30,7 +30,7 @@ class Constants:
     half_width: int = 200
     """Columns of a split weight matrix at which a matmul runs at half its efficiency."""
     half_tokens: int = 300
-    """Rows of a matmul at which it runs at half its efficiency."""
+    """Rows of a matmul at half its efficiency."""
     link_efficiency: float = 0.75
     """Share of NVLink, in ring collectives of hundreds of megabytes (nccl-tests: 0.75-0.85)."""
     network_efficiency: float = 0.53

@@ -58,7 +58,7 @@ def generation_choices(request: Request, devices: int) -> Iterator[GenerationCho
 
 
 def ruled_engines(request: Request, devices: int) -> Iterator[tuple[GenerationChoice, list[Problem]]]:
-    """Yield layouts and the rules that they break; on a CPU engines share cores, but where these are their own."""
+    """Yield layouts and the rules that they break; on a CPU engines share cores, unless they have separate ones."""
     shares = request.cluster.is_cpu and request.pin("generation.devices") is None
     for choice in generation_choices(request, devices):
         there = max(devices, choice.gpus) if shares else devices

@@ -30,7 +30,7 @@ def training_problems(request: Request, choice: TrainingChoice, world: int | Non
         problems.append(Problem(key, reason))
     problems += (fsdp_problems if choice.sharding == "full" else policy_problems)(facts, p)
     if facts.moe is None and p.etp == p.tp > 1:
-        # It does no harm, but the planner's own value is 1 for a dense model, so somebody has set this one.
+        # It does no harm, but the planner chooses 1 for a dense model, so the user has set this value.
         problems.append(Problem("training.etp", "expert parallelism needs a model with experts"))
     if workload.lengths_differ and rows < workload.max_length:
         unit = "rollout" if workload.rollouts else "sequence"

@@ -94,7 +94,8 @@ def powers(limit: int) -> list[int]:
 
 
 def _stage_counts(devices: int, most: int) -> list[int]:
-    """Return pipeline sizes to try: powers of two, and those times the least odd part of the number of devices."""
+    """Return pipeline sizes to try: powers of two, and their products with the least odd part of the number of
+    devices."""
     odd = next((factor for factor in (3, 5, 7) if devices % factor == 0), 1)
     return sorted({*powers(most), *(odd * size for size in powers(most // odd))})
 
@@ -167,7 +168,7 @@ FULL_ROW_TOKENS = 8192
 
 
 def row_sizes(request: Request, cp: int) -> list[int]:
-    """Micro-batch tokens to try: rows that hold the longest rollout, and longer ones."""
+    """Micro-batch tokens to try: rows of the longest rollout, and longer rows."""
     pinned = request.pin("training.micro_batch_tokens")
     if pinned is not None:
         return [pinned]
@@ -248,7 +249,7 @@ def _least_saving(
     request: Request, choice: TrainingChoice, colocated: bool, budget: float, rejected: Reject
 ) -> TrainingCandidate | None:
     """Return `choice` with the least recomputation and offload that fits (alternating policy and critic first); None:
-    nothing fits."""
+    it never fits."""
     number, _ = timing.micro_batches(request, choice)
     asleep, cluster = asleep_bytes(request, colocated), request.cluster
     turns = choice.critic and colocated and request.workload.rollouts and not cluster.is_cpu
@@ -260,7 +261,7 @@ def _least_saving(
             replace(choice, **saving, critic_offload=wait)
             for saving, wait in product(savings, (False, True)[: 1 + turns])
         ]
-        saved = some[-1]  # the most that is saved there: if that does not fit, nothing does
+        saved = some[-1]  # the largest saving: if that does not fit, no choice does
         if (peak := mem.training_memory(request, saved, asleep, number)).total > limit:
             continue
         saved, peak = next(

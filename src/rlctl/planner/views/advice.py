@@ -58,7 +58,7 @@ def _closest(request: Request, rejected: list[Rejected]) -> str:
 
 
 def _broken_pin(request: Request) -> ConfigError | None:
-    """Return the pin that breaks a rule on its own, with the nearest valid value."""
+    """Return the pin that breaks a rule alone, with the nearest valid value."""
     for key, value in request.pins.items():
         section, _, name = key.partition(".")
         if section not in ("training", "generation") or not isinstance(value, int) or isinstance(value, bool):

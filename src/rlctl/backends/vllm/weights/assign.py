@@ -37,7 +37,7 @@ class Assignment:
     reloaded: tuple[str, ...] = ()
     """Paths of the modules that this fills, with all below them."""
     unknown_storage: tuple[str, ...] = ()
-    """The modules among or below them that only the loader is known to fill."""
+    """The modules among or below them that only the loader can fill."""
 
     @property
     def path(self) -> str:

@@ -47,7 +47,7 @@ class Storage(Enum):
 
     PLAIN = "plain"
     REPACKED = "repacked"
-    """In a copy that only the module's own product can read."""
+    """In a copy that only the module's product can read."""
     PERMUTED = "permuted"
     """The same elements in the order of the CPU's grouped product of experts (`pack_expert`)."""
 
@@ -70,7 +70,7 @@ class StoredMatrix(LocalMatrix):
     derived: bool = False
     """Made from, or the same memory as, what another module was loaded with: no loader writes here."""
     why_unknown: str = ""
-    """Why it is unknown how the parts are kept; their shapes and rows mean nothing then. Empty: it is known."""
+    """Why the storage of the parts is unknown; shapes and rows are then meaningless. Empty: it is known."""
 
     @property
     def packed(self) -> bool:
@@ -150,7 +150,7 @@ class StoredMatrices(NamedTuple):
     found: list[StoredMatrix]
     """The matrices that rlctl can read and write itself."""
     unknown_storage: list[StoredMatrix]
-    """StoredMatrices whose tensors are known, and not how they are kept."""
+    """StoredMatrices with known tensors in unknown storage."""
     unreadable: dict[str, str]
     """Parameter -> why its values are not known."""
     unknown: tuple[str, ...]
@@ -182,7 +182,7 @@ def stored_matrices(model: torch.nn.Module) -> StoredMatrices:
 
 
 def stored_buffers(model: torch.nn.Module, sent: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """The buffers of a model of another family that hold tensors of those names and shapes. The loader fills them."""
+    """Return the buffers of another family's model with names and shapes of tensors. The loader fills them."""
     if not sent or compat.is_of_known_family(model):
         return {}
     every = ((name, buffer) for name, buffer in model.named_buffers() if buffer is not None)
@@ -282,7 +282,7 @@ def _walk(model: torch.nn.Module) -> list[StoredMatrix]:
     fused: dict[str, list[str]] = held.FUSED | getattr(model, "packed_modules_mapping", {})
     fused |= UNFUSED.get(type(model).__name__, {})
     paths = {id(module): path for path, module in model.named_modules()}
-    whole = compat.reads_images(model)  # a tower's own parameters, such as the embedding of a class
+    whole = compat.reads_images(model)  # a tower's parameters, such as the embedding of a class
     modules = model.named_modules()
     stored = [matrix for path, module in modules for matrix in _of_module(path, module, fused, paths, whole)]
     return list(_with_order(model, stored))
@@ -426,7 +426,7 @@ def _latent_attention(path: str, module: Any, paths: dict[int, str]) -> Iterator
 
 
 def _why_not_halved(module: Any) -> str:
-    """Why the halves of kv_b are not its own elements; empty: they are."""
+    """Return why the halves of kv_b are not copies of its elements; empty: they are."""
     if reason := compat.why_quantized(module.kv_b_proj):
         return f"is made from kv_b_proj, which {reason}"
     return "" if hasattr(module, "W_UK_T") and hasattr(module, "W_UV") else "is kept in an order of the kernel's own"

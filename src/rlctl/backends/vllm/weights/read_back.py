@@ -121,7 +121,7 @@ def _require_right(name: str, table: torch.Tensor, computed: torch.Tensor) -> No
 
 
 def read_buffers(model: torch.nn.Module, stored: Collection[str] = ()) -> Iterator[Reading]:
-    """The value of each buffer that is not among the `stored` ones, and the value that it must have."""
+    """Return the value and the expected value of each buffer outside `stored`."""
     expected = record_buffers(model)
     for name, buffer in _buffers(model):
         if name in stored:

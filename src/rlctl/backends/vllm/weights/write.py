@@ -94,7 +94,7 @@ class LiveParameters:
 
 
 def _memory(matrix: StoredMatrix) -> torch.Tensor | None:
-    """The live rows of a matrix; None where the engine holds nothing but a copy in another order."""
+    """Return the live rows of a matrix; None if the engine has only a copy in another order."""
     if matrix.storage is Storage.PERMUTED or not matrix.kept().numel():
         return None
     stored = matrix.stored()[: matrix.rows]
@@ -111,7 +111,7 @@ def _without_unused_copy(matrix: StoredMatrix) -> StoredMatrix:
 
 @dataclass
 class _Bound:
-    """The work of one round: copies into live memory, and matrices to pack once those are made."""
+    """The work of one round: copies into live memory, then matrices to pack."""
 
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
@@ -181,7 +181,7 @@ class ModelLoader:
         self.load, self.device, self.direct = load, device, direct
 
     def write_rounds(self, rounds: Rounds, receiver: TimedReceiver) -> None:
-        """Write all rounds; those before the first tensor for the loader are written before it is called."""
+        """Write all rounds; rounds before the first tensor for the loader are written before its call."""
         self.direct.begin()
         alone = next((at for at, chunks in enumerate(rounds) if not all(map(self.direct.holds, chunks))), len(rounds))
         for index, chunks in enumerate(rounds[:alone]):
