@@ -81,6 +81,13 @@ def test_every_missing_argument_is_named_at_once(asked: Asked) -> None:
             "train grpo --preset laptop --set run.algorithm=sft",
             ["(--set) is no algorithm", "Write `rlctl train sft ...`"],
         ),
+        ("plan --preset laptop --algorithm dpo", ["'dpo' (flag --algorithm) is a method", "Write --method dpo."]),
+        ("rehearse --preset laptop --algorithm kto", ["'kto' (flag --algorithm) is a method", "Write --method kto."]),
+        ("plan --preset laptop --method dapo", ["Unknown method 'dapo'", "write --algorithm dapo"]),
+        ("plan --preset laptop --method ppp", ["Unknown method 'ppp' (run.method", "There are grpo, sft, dpo"]),
+        ("plan --preset laptop --method dpo --algorithm dapo", ["'dapo' (flag --algorithm) is not of the method dpo"]),
+        ("config show --set run.method=dpo --set run.algorithm=dapo", ["is not of the method dpo (--set)"]),
+        ("train grpo --preset laptop --set run.method=sft", ["is not the method of `train grpo`", "rlctl train sft"]),
         (
             "train sft --preset laptop-sft --set run.algorithm=dapo",
             ["is not the method of `train sft`", "Write `rlctl train grpo --algorithm dapo ...`"],

@@ -409,3 +409,31 @@ def test_members_of_the_bases_are_used_by_two_methods_each() -> None:
     set_here = {name: sum(name in vars(family) for family in families) for name in members}
     assert {name: count for name, count in set_here.items() if count < 2} == {}
     assert len([name for name in vars(Method) if not name.startswith("_")]) <= 3
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("run: {method: dpo}", "dpo"),
+        ("run: {method: grpo, algorithm: dapo}", "dapo"),
+        ("run: {algorithm: dpo}", "dpo"),  # as files wrote it before `run.method`
+        ("run: {method: sft, algorithm: grpo}", None),
+    ],
+)
+def test_a_file_names_its_method(tmp_path: Path, text: str, name: str | None) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    if name is None:
+        with pytest.raises(ConfigError, match="is not of the method sft"):
+            resolve(files=[file], environment={})
+        return
+    config = resolve(files=[file], environment={}).config
+    assert (config.run.algorithm, type(config)) == (name, config_class(name))
+
+
+def test_a_method_replaces_the_algorithm_of_a_weaker_source(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {algorithm: dapo}")
+    resolved = resolve(files=[file], sets=["run.method=sft"], environment={})
+    assert resolved.config.run.algorithm == "sft"
+    assert resolved.origin["run.algorithm"] == "--set"

@@ -58,7 +58,7 @@ Table = Annotated[bool, typer.Option("--table", help="Show seconds, tokens/s and
         "rlctl plan --config recipe.yaml policy.model_name=Qwen/Qwen3-1.7B training.tp=2",
     ),
 )
-@options.taking(f"{options.TRAINING} epochs batch_size {options.of_methods()}")
+@options.taking(f"method {options.TRAINING} epochs batch_size {options.of_methods()}")
 def plan(
     context: typer.Context,
     preset: str | None,

@@ -31,7 +31,7 @@ app = App()
         "rlctl rehearse --config recipe.yaml --keep ./rehearsal --json",
     ),
 )
-@options.taking(f"{options.TRAINING} epochs {options.of_methods()} allow_differences")
+@options.taking(f"method {options.TRAINING} epochs {options.of_methods()} allow_differences")
 def rehearse(
     context: typer.Context,
     allow_differences: bool,

@@ -350,7 +350,7 @@ def sources_in_order(
     schema = registry.schema
     sources: list[Source] = []
     flags_by_key = {key: flag if isinstance(flag, GivenFlag) else GivenFlag(key, flag) for key, flag in flags.items()}
-    method = flags_by_key["run.algorithm"].value if "run.algorithm" in flags_by_key else None
+    method = next((flags_by_key[key].value for key in ("run.method", "run.algorithm") if key in flags_by_key), None)
     rlctl_texts = [text for text in overrides if schema.field(override_key(text)) is not None]
     other = [text for text in overrides if text not in rlctl_texts]
     overridden: list[Source] = []

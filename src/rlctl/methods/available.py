@@ -81,6 +81,11 @@ def commands() -> dict[str, type[Method]]:
     return found
 
 
+def methods() -> tuple[str, ...]:
+    """Return the names of all methods, which are the names of their commands."""
+    return tuple(dict.fromkeys(("grpo", *METHODS, *plugin_names("rlctl.methods"))))
+
+
 def method_class(name: str) -> type[Method] | None:
     """Return the class that `run.algorithm` = `name` makes, for its configuration; None where it cannot be loaded,
     which `method_from_config` explains."""
@@ -146,6 +151,11 @@ def method_from_config(config: RlctlConfig, *, tries_loss: bool = True) -> Metho
     log-probs that the configuration does not have computed. `tries_loss` off: a loss of the user's is not run.
     """
     method, what = _factory(config.run.algorithm)(config), f"algorithm {config.run.algorithm}"
+    if config.run.method is not None and command_of(config.run.algorithm) != f"train {config.run.method}":
+        raise ConfigError(
+            f"run.algorithm = {config.run.algorithm} is not of run.method = {config.run.method}.",
+            "Leave one of them out.",
+        )
     _require_fitting_teacher(config, method)
     if not tries_loss:
         return method

@@ -16,11 +16,13 @@ from rlctl.config.section import Section
 from rlctl.config.sources import Source, Value, method_source
 from rlctl.errors import ConfigError
 from rlctl.methods.available import (
+    algorithms,
     command_of,
     config_class,
     config_classes,
     defaults_of,
     method_class,
+    methods,
     names,
     registered,
 )
@@ -28,6 +30,8 @@ from rlctl.recipes.available import importers
 from rlctl.transport import available as transports
 
 DEFAULT_METHOD = "grpo"
+ALGORITHM_FLAG = "flag --algorithm"
+"""Origin of an algorithm given on the command line."""
 
 
 def schema() -> Schema:
@@ -78,8 +82,9 @@ def from_sources(sources: Sequence[Source], config: type[Section] | None = None)
     Raises ConfigError with a line per problem, keys first."""
     if config is not None:
         return load.from_sources(sources, config, schema=schema())
-    method = next((v.value for s in reversed(sources) for v in s.values if v.key == "run.algorithm"), None)
-    method = method if isinstance(method, str) else DEFAULT_METHOD
+    sources = with_algorithm(sources)
+    method = _given("run.algorithm", sources)[1]
+    method = method.value if method is not None and isinstance(method.value, str) else DEFAULT_METHOD
     return load.from_sources(
         [method_source(method, defaults_of(method)), *sources],
         config_class(method),
@@ -105,13 +110,52 @@ def _having(method: str, key: str) -> str:
     return f"; {', '.join(known)} {'has' if len(known) == 1 else 'have'} it" if known else ""
 
 
+def _given(key: str, sources: Sequence[Source]) -> tuple[int, Value | None]:
+    """Return the strongest value of a key, and the place of its source."""
+    values = [(place, value) for place, source in enumerate(sources) for value in source.values if value.key == key]
+    return values[-1] if values else (-1, None)
+
+
+def with_algorithm(sources: Sequence[Source]) -> Sequence[Source]:
+    """Return the sources with the value of `run.algorithm` that `run.method` means: the method's own, unless it has
+    algorithms. A weaker source's `run.algorithm` of another method gives way.
+
+    Raises ConfigError where the two contradict each other, for an unknown method, and for `--algorithm METHOD`. In
+    files, `run.algorithm` may name a method, as before `run.method` existed.
+    """
+    (place, method), (algorithm_place, algorithm) = (_given(key, sources) for key in ("run.method", "run.algorithm"))
+    name = algorithm.value if algorithm is not None and isinstance(algorithm.value, str) else None
+    if method is None or method.value is None:
+        if (
+            algorithm is not None
+            and name in methods()
+            and name != DEFAULT_METHOD
+            and algorithm.origin == ALGORITHM_FLAG
+        ):
+            raise ConfigError(f"{name!r} ({ALGORITHM_FLAG}) is a method and no algorithm.", f"Write --method {name}.")
+        return sources
+    if method.value not in methods():
+        hint = f"There are {', '.join(methods())}."
+        if isinstance(method.value, str) and method.value in algorithms():
+            hint = f"It is an algorithm of the method grpo: write --algorithm {method.value} (run.algorithm)."
+        raise ConfigError(f"Unknown method {method.value!r} (run.method, {method.origin}).", hint)
+    if name is not None and command_of(name) == f"train {method.value}":
+        return sources
+    if algorithm is not None and algorithm_place >= place:
+        raise ConfigError(
+            f"`run.algorithm` = {name!r} ({algorithm.origin}) is not of the method {method.value} ({method.origin}).",
+            "Leave one of them out.",
+        )
+    return [*sources, Source([Value("run.algorithm", method.value, method.origin)])]
+
+
 def require_algorithm(command: str, sources: Sequence[Source]) -> None:
-    """Raise ConfigError where `run.algorithm` is a method with a command other than `train COMMAND`."""
-    given = [value for source in sources for value in source.values if value.key == "run.algorithm"]
-    name = given[-1].value if given else DEFAULT_METHOD
-    if not isinstance(name, str) or method_class(name) is None or command_of(name) == f"train {command}":
-        return
-    what = "no algorithm" if command == DEFAULT_METHOD else f"not the method of `train {command}`"
-    raise ConfigError(
-        f"`run.algorithm` = {name!r} ({given[-1].origin}) is {what}.", f"Write `rlctl {_shown(name)} ...`."
-    )
+    """Raise ConfigError where the sources name a method with a command other than `train COMMAND`."""
+    for key in ("run.method", "run.algorithm"):
+        value = _given(key, sources)[1]
+        if value is None or not isinstance(name := value.value, str) or method_class(name) is None:
+            continue
+        if command_of(name) != f"train {command}":
+            algorithms_alone = command == DEFAULT_METHOD and key == "run.algorithm"
+            what = "no algorithm" if algorithms_alone else f"not the method of `train {command}`"
+            raise ConfigError(f"`{key}` = {name!r} ({value.origin}) is {what}.", f"Write `rlctl {_shown(name)} ...`.")

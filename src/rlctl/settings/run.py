@@ -242,6 +242,11 @@ LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
 class RunConfig(Section):
     """Length, directory, seed, checkpoints and logs of a run."""
 
+    method: Annotated[
+        str | None, Flag("method", "Training method: grpo, sft, dpo, kto, rm or distill.", metavar="NAME")
+    ] = None
+    """Training method, by the name of its command `rlctl train NAME`; unset: the command's, or in a file without it the
+    method that `run.algorithm` names."""
     algorithm: Annotated[
         str,
         Flag(
