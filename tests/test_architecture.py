@@ -36,3 +36,17 @@ def test_code_outside_of_methods_does_not_ask_which_method_runs() -> None:
 
 def test_the_loop_reads_on_two_screens() -> None:
     assert len((ROOT / "src" / "rlctl" / "training" / "loop.py").read_text().splitlines()) <= 220
+
+
+def test_methods_on_texts_know_nothing_of_rl() -> None:
+    room = ROOT / "src" / "rlctl" / "methods"
+    names = ("text_method", "sft", "preference", "kto", "reward_model")
+    assert not [name for name in names if "rlctl.methods.rl" in (room / f"{name}.py").read_text()]
+
+
+def test_the_files_of_the_loop_and_of_methods_stay_small() -> None:
+    """At most 25 modules of rlctl from at most 10 rooms."""
+    for path in (*(ROOT / "src/rlctl/training").rglob("*.py"), *(ROOT / "src/rlctl/methods").rglob("*.py")):
+        modules = set(re.findall(r"^\s*from (rlctl\.[\w.]+) import", path.read_text(), re.MULTILINE))
+        assert len(modules) <= 25, path
+        assert len({module.split(".")[1] for module in modules}) <= 10, path

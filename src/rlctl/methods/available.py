@@ -73,12 +73,12 @@ def registered() -> tuple[str, ...]:
 
 def commands() -> dict[str, type[Method]]:
     """Return the method of each command `rlctl train NAME`. A package that cannot be imported has none."""
-    found: dict[str, Any] = {"grpo": _built_in("grpo")} | {name: _built_in(name) for name in METHODS}
+    classes: dict[str, Any] = {"grpo": _built_in("grpo")} | {name: _built_in(name) for name in METHODS}
     for name in plugin_names("rlctl.methods"):
         with suppress(InputError):
-            if name not in found and (entry := find_plugin("rlctl.methods", name)) is not None:
-                found[name] = load_plugin(entry)
-    return found
+            if name not in classes and (entry := find_plugin("rlctl.methods", name)) is not None:
+                classes[name] = load_plugin(entry)
+    return classes
 
 
 def methods() -> tuple[str, ...]:
@@ -111,16 +111,16 @@ def config_class(name: str) -> type[RlctlConfig]:
 
 def config_classes() -> tuple[type[RlctlConfig], ...]:
     """Return every configuration class that is known without loading a user's file: which keys there are at all."""
-    found = [RlConfig, *(_built_in(name).Config for name in BUILT_IN), RolloutConfig]
-    found += [method.Config for method in commands().values()]
-    found += [method.Config for name in plugin_names("rlctl.algorithms") if (method := method_class(name))]
-    found += [made.Config for made in _registered.values() if isinstance(made, type) and issubclass(made, Method)]
-    return tuple(dict.fromkeys(found))
+    classes = [RlConfig, *(_built_in(name).Config for name in BUILT_IN), RolloutConfig]
+    classes += [method.Config for method in commands().values()]
+    classes += [method.Config for name in plugin_names("rlctl.algorithms") if (method := method_class(name))]
+    classes += [made.Config for made in _registered.values() if isinstance(made, type) and issubclass(made, Method)]
+    return tuple(dict.fromkeys(classes))
 
 
 def names() -> tuple[str, ...]:
     """Return the names of all methods and RL algorithms that are known without a user's file."""
-    return tuple(dict.fromkeys((*BUILT_IN, *_registered, *(one for group in GROUPS for one in plugin_names(group)))))
+    return tuple(dict.fromkeys((*BUILT_IN, *_registered, *(name for group in GROUPS for name in plugin_names(group)))))
 
 
 def algorithms() -> tuple[str, ...]:
@@ -210,11 +210,11 @@ def _factory(name: str) -> Factory:
         return OutsideMethod(name, code=UserCode.read(name, "Algorithm"))
     if entry := next(filter(None, (find_plugin(group, name) for group in GROUPS)), None):
         return OutsideMethod(name, package=origin(entry))
-    known = algorithms()
-    same = [one for one in known if _letters(one) == _letters(name)]
-    meant = f"Did you mean {same[0]}?" if same else suggest(name, known)
-    there = f"There are {', '.join(known)} and path/to/file.py:Class."
-    raise ConfigError(f"Unknown algorithm {name!r} (run.algorithm).", f"{meant} {there}" if meant else there)
+    names = algorithms()
+    alike = [algorithm for algorithm in names if _letters(algorithm) == _letters(name)]
+    near = f"Did you mean {alike[0]}?" if alike else suggest(name, names)
+    choices = f"There are {', '.join(names)} and path/to/file.py:Class."
+    raise ConfigError(f"Unknown algorithm {name!r} (run.algorithm).", f"{near} {choices}" if near else choices)
 
 
 def _letters(name: str) -> str:

@@ -106,8 +106,8 @@ def _having(method: str, key: str) -> str:
     alike = [name for name, command in commands.items() if command == command_of(method)]
     if alike:
         return f"; the algorithm{'s'[: len(alike) - 1]} {', '.join(alike)} {'has' if len(alike) == 1 else 'have'} it"
-    known = [*dict.fromkeys(f"`{command}`" for command in commands.values())]
-    return f"; {', '.join(known)} {'has' if len(known) == 1 else 'have'} it" if known else ""
+    others = [*dict.fromkeys(f"`{command}`" for command in commands.values())]
+    return f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else ""
 
 
 def _given(key: str, sources: Sequence[Source]) -> tuple[int, Value | None]:

@@ -177,7 +177,7 @@ LOSSES: Mapping[str, Callable[[Pairs, PreferenceConfig], torch.Tensor]] = {
 
 def measure_pairs(pairs: Pairs, metrics: Sequence[Metric]) -> dict[str, torch.Tensor]:
     """Return the values [R] of the metrics of pairs that are among `metrics`."""
-    found = {
+    values = {
         PAIRS: pairs.tokens_P.clamp(max=1),
         "rewards/chosen": pairs.chosen_rewards_P,
         "rewards/rejected": pairs.rejected_rewards_P,
@@ -187,7 +187,7 @@ def measure_pairs(pairs: Pairs, metrics: Sequence[Metric]) -> dict[str, torch.Te
         "logps/rejected": pairs.rejected_logps_P,
     }
     declared = {metric.name for metric in metrics}
-    return {name: pairs.spread(values_P) for name, values_P in found.items() if name in declared}
+    return {name: pairs.spread(values_P) for name, values_P in values.items() if name in declared}
 
 
 class PairMethod(TextMethod, PacksWholeGroups):
