@@ -14,7 +14,8 @@ test: venv
 	.venv/bin/python -m pytest $(PYTEST_ARGS)
 
 test-fast: venv
-	.venv/bin/python -m pytest $(PYTEST_ARGS) $(addprefix tests/,config planner methods data models weights)
+	.venv/bin/python -m pytest $(PYTEST_ARGS) -m "not (slow or long or gpu)" \
+		$(addprefix tests/,config planner methods data models weights)
 
 nightly: venv
 	.venv/bin/python -m pytest $(PYTEST_ARGS) -m "slow and not gpu"

@@ -59,6 +59,12 @@ def pytest_collection_finish() -> None:
         warm_up()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """End the ranks of policies before a test that does not use them."""
+    if "support.pool" in sys.modules and "pools" not in getattr(item, "fixturenames", ()):
+        sys.modules["support.pool"].close_pools()
+
+
 @pytest.fixture(autouse=True)
 def workers_that_can_use_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
     with started_anew(request.node):

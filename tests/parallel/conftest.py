@@ -1,4 +1,4 @@
-"""Pools of policy processes, one at a time: idle ones keep polling threads, which would slow the others."""
+"""Pools of policy processes, and published models."""
 
 from __future__ import annotations
 
@@ -8,24 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from support.pool import Pool
+from support.pool import Pool, close_pools, pool_of
 from support.reference_policy import hf_model
 
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], Pool]]:
     """world size -> the pool of that size."""
-    known: dict[int, Pool] = {}
-
-    def pool(world_size: int) -> Pool:
-        for size, other in known.items():
-            if size != world_size:
-                other.close()
-        return known.setdefault(world_size, Pool(world_size))
-
-    yield pool
-    for each in known.values():
-        each.close()
+    pool_of(1).run(abs)  # the server of the ranks has imported its libraries: this is no test's time
+    yield pool_of
+    close_pools()
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +31,3 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         return place
 
     return directory
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Parity comes last: its idle pool keeps polling threads, which would slow every test after it."""
-    here = Path(__file__).parent
-    items.sort(key=lambda item: here in item.path.parents)

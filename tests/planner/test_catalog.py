@@ -154,6 +154,7 @@ def test_a_model_that_reads_images_has_the_published_total(name: str) -> None:
     assert count(text).total == count(alike).total
 
 
+@pytest.mark.slow
 def test_gemma_4_has_the_published_sizes() -> None:
     """8 billion parameters of E4B with embeddings and encoders, as its model card states: about 150 million of images
     and 300 million of sound."""
@@ -244,6 +245,7 @@ def test_a_configuration_makes_a_model_of_the_published_size(name: str, billions
     assert total / 1e9 == pytest.approx(billions, rel=0.002)
 
 
+@pytest.mark.slow
 def test_experts_that_are_published_in_one_tensor_are_experts() -> None:
     """Gemma 4 26B-A4B: 3.8 billion of its 25.2 are active, the table of embeddings among them."""
     facts = known_facts("google/gemma-4-26B-A4B-it")

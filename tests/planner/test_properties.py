@@ -117,7 +117,7 @@ def check_request(facts: ModelFacts, cluster: ClusterFacts, workload: Workload, 
 
 
 @pytest.mark.long
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=3)
 @given(MODELS, MACHINES, workloads(), PINS)
 def test_a_request_has_a_plan_that_holds_or_an_error_that_helps(
     facts: ModelFacts, cluster: ClusterFacts, workload: Workload, pins: dict[str, Any]

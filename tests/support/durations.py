@@ -174,6 +174,7 @@ class DurationsPlugin:
         self.fixtures: dict[str, float] = {}
         self.in_fixture = False
         self.problems: list[str] = []
+        self.files: set[Path] = set()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
@@ -200,9 +201,15 @@ class DurationsPlugin:
                 "seconds": round(self.clock.seconds() - self.test_end - sum(self.fixtures.values()), 3),
                 "fixtures": self.fixtures,
                 "shared": next((name for name in SHARED if name in names), ""),
-                "marks": [name for name in MEANT_TO_BE_LONG if item.get_closest_marker(name)],
+                "marks": [name for name in MEANT_TO_BE_LONG if item.get_closest_marker(name)] or self._starts(item),
             }))  # fmt: skip
         return report
+
+    def _starts(self, item: pytest.Item) -> list[str]:
+        """Return a mark for the first test of a file on engines or ranks, which may wait for their imports."""
+        first = item.path not in self.files and set(SHARED) & set(getattr(item, "fixturenames", ()))
+        self.files.add(item.path)
+        return ["starts"] if first else []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self.judges and report.when != "teardown":
