@@ -239,7 +239,8 @@ def test_a_run_whose_ray_dies_ends_in_its_own_words(tiny_llama, tmp_path, killed
     assert (run_dir / "report.html").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_run_interrupted_while_it_starts_leaves_nothing(tiny_llama, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "log"
     with started(command(tiny_llama, run_dir), log) as process:

@@ -45,7 +45,7 @@ CASES = {
     "mla-tp2": Case("deepseek", ParallelSpec(tp=2)),
     "gemma-tp2": Case("gemma3", ParallelSpec(tp=2)),
 }
-QUICK = frozenset(CASES) - {"one", "tp2"}
+QUICK = frozenset(CASES) - {"one", "tp2", "pp2", "dp2"}
 CASES |= {
     "vpp2": Case(parallel=ParallelSpec(pp=2, vpp=2), packing=False),
     "moe-tp2": Case("qwen3moe", ParallelSpec(tp=2)),

@@ -267,7 +267,7 @@ def test_limits_end_an_episode_with_their_name(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("cut", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_episode_whose_last_turn_is_cut_off_is_one_that_was_cut_off(host: Any, tiny_llama: Path, cut: bool) -> None:
     """Turns that the limit of 6 tokens ends are as cut off as a single completion is, and cost as much by DAPO
     (2503.14476) equation 13, whatever their number: 1 at the limit. Turns of a token that ends them cost nothing."""
@@ -360,7 +360,7 @@ def test_a_template_that_keeps_thoughts_is_said_to(tiny_llama: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("how", "begins"), [
     pytest.param("chat", 1, marks=pytest.mark.slow), pytest.param("stream", 1, marks=pytest.mark.slow),
-    ("tools", 1), pytest.param("ids", 1, marks=pytest.mark.slow), ("several", 1),
+    ("tools", 1), pytest.param("ids", 1, marks=pytest.mark.slow), pytest.param("several", 1, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_program_asks_the_model(host: Any, tiny_llama: Path, how: str, begins: int) -> None:
     policy = WholeTensorPolicy(tiny_llama)
@@ -375,7 +375,7 @@ def test_a_program_asks_the_model(host: Any, tiny_llama: Path, how: str, begins:
         assert result.finish_reasons == ("length", "length")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_program_shows_the_model_the_images_of_its_row(host: Any, tmp_path: Path) -> None:
     """Also where it goes on from tokens that stand for images already, which nothing expands again."""
     model = write_vision_model(tmp_path / "model", "qwen3_vl")
@@ -411,7 +411,7 @@ def test_a_program_shows_the_model_the_images_of_its_row(host: Any, tmp_path: Pa
         assert sizes == [both, both, both, [*both, both[0]]]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_agent_of_nemo_gym_asks_the_model_of_its_episode(host: Any, tiny_llama: Path) -> None:
     policy, listen = WholeTensorPolicy(tiny_llama), f"127.0.0.1:{free_port()}"
     with toy_gym(f"http://{listen}/v1") as head:
