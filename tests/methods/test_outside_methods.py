@@ -149,6 +149,7 @@ def method_words(package: Path, model: Path) -> list[str]:
     return ["--model", str(model), "--data", str(package / "rows.jsonl"), "--gpu", "cpu", "--max-length", "96"]
 
 
+@pytest.mark.long
 def test_its_section_is_known_and_no_other(package: Path, tiny_llama: Path) -> None:
     shown = rlctl(package, "config", "schema", "weighted", "weighting")
     assert "power: number = 1.0" in shown.stdout, shown.stderr
