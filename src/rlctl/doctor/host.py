@@ -179,7 +179,7 @@ def check_sandbox(layers: Iterable[str] | None = None) -> Check:
         "docs/environments.md lists the protection and requirements of each layer; without one, use a "
         "disposable machine."
     )
-    return Check("sandbox", "warn", f"{detail}; not to be had: {', '.join(missing)}", fix)
+    return Check("sandbox", "warn", f"{detail}; unavailable: {', '.join(missing)}", fix)
 
 
 def check_ray_directory(directory: Path | None = None) -> Check:

@@ -37,33 +37,33 @@ NAMESPACES = (
 NOBODY = 65534
 OPEN_FILES = 64
 LOOK_S, MOST_WAITS, MOST_IDLE = 0.25, 10, 3
-"""Seconds between looks at a program beyond its time by the clock; the most such times, and looks that find it idle."""
+"""Seconds between looks at a program after its limit; the extra time in limits; idle looks in a row that end it."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
 CAPABILITIES = 0x20080522
-"""The version of the call that takes root's capabilities away."""
+"""Version of the `capset` call that drops root's capabilities."""
 LEAST_PID_MAX, PID_MAX_BY_NAMESPACE = 301, (6, 14)
 """Smallest process limit of a PID namespace, and the Linux version with one per namespace. It also limits root, unlike
 RLIMIT_NPROC."""
 
-# Numbers of landlock's calls, the same on all processors, and its rights.
+# Numbers of landlock's system calls, the same on all processors, and its rights.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 READ_DIRECTORY = 1 << 3
 READ = 1 << 0 | 1 << 2 | READ_DIRECTORY
-"""To run a file, read a file, read a directory."""
+"""Rights to run a file, read a file and read a directory."""
 WRITE_FILE = 1 << 1
 ALL = (1 << 13) - 1
-"""All rights to files of landlock's first version."""
+"""All file rights of landlock's first version."""
 TRUNCATE = 1 << 14
-"""From version 3 on."""
+"""A right since version 3."""
 CONNECTIONS, OUTSIDE = 3, 3
-"""To bind and connect with TCP, from version 4 on; sockets and signals to processes outside, from version 6 on."""
+"""Rights to bind and connect with TCP, since version 4; sockets and signals to outside processes, since version 6."""
 READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom")
 
 ERROR_1, ALLOW = 0x00050001, 0x7FFF0000
-"""Answers of seccomp's filter: the call fails with EPERM, or it is allowed."""
+"""Answers of seccomp's filter: fail with EPERM, or allow."""
 PROCESSORS = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""The number that seccomp knows a processor by, and its column in REFUSED."""
+"""seccomp's number of a processor, and its column in REFUSED."""
 REFUSED = {
     "socket": (41, 198), "ptrace": (101, 117), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "unshare": (272, 97), "setns": (308, 268), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
@@ -78,12 +78,12 @@ class Limits:
     """Limits of one program."""
 
     seconds: float = 5.0
-    """Longest processor time, and longest time by the clock, unless the program waits for a processor."""
+    """Limit of processor time, and of wall-clock time unless the program waits for a processor."""
     memory_mib: int = 512
     file_mib: int = 1
     """Size limit of a file and of output."""
     processes: int = 64
-    """For root that is no other user, 301 by namespaces from Linux 6.14 on, else any number."""
+    """Root without the `user` layer has no limit, or with namespaces 301 since Linux 6.14."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Outcome:
     """The end of a program."""
 
     code: int | None
-    """Its exit code, negative for a signal; None: it took too long."""
+    """Exit code, negative for a signal; None: it took too long."""
     output: str
     errors: str
 
@@ -99,18 +99,18 @@ class Outcome:
 @functools.cache
 def layers() -> tuple[str, ...]:
     """Return this machine's protection layers, each tested."""
-    found = ["limits"]
+    working = ["limits"]
     for layer in LAYERS[1:]:
         if layer == "user" and os.geteuid() != 0:
             continue
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            if run("print('works')", limits=Limits(seconds=20.0), behind=(*found, layer)).output == "works\n":
-                found.append(layer)
-    return tuple(found)
+            if run("print('works')", limits=Limits(seconds=20.0), behind=(*working, layer)).output == "works\n":
+                working.append(layer)
+    return tuple(working)
 
 
 def run(program: str, stdin: str = "", limits: Limits = Limits(), behind: Sequence[str] | None = None) -> Outcome:
-    """Run a program in a fresh folder. `behind`: layers, by default all."""
+    """Run a program in a new folder behind layers, by default all."""
     behind = layers() if behind is None else behind
     with (
         tempfile.TemporaryDirectory(prefix="rlctl-program-", ignore_cleanup_errors=True) as folder,
@@ -124,8 +124,8 @@ def run(program: str, stdin: str = "", limits: Limits = Limits(), behind: Sequen
         given.seek(0)
         other = {"user": NOBODY, "group": NOBODY, "extra_groups": ()} if "user" in behind else {}
         if other:
-            for own in (folder, path, given.name):
-                os.chown(own, NOBODY, NOBODY)
+            for file in (folder, path, given.name):
+                os.chown(file, NOBODY, NOBODY)
         numbers = (limits.seconds, limits.memory_mib, limits.file_mib, limits.processes)
         script = [sys.executable, "-I", "-S", __file__, ",".join(behind), sysconfig.get_paths()["purelib"]]
         process = subprocess.Popen(
@@ -140,7 +140,7 @@ def run(program: str, stdin: str = "", limits: Limits = Limits(), behind: Sequen
 
 
 def _ended(process: subprocess.Popen[Any], seconds: float) -> int | None:
-    """Return the exit code; None: it took too long. On a busy machine a program gets its seconds later."""
+    """Return the exit code; None: it took too long. On a busy machine, a program may take longer to get its seconds."""
     idle = 0
     for limit_s in (seconds, *[LOOK_S] * int(MOST_WAITS * seconds / LOOK_S)):
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -152,14 +152,14 @@ def _ended(process: subprocess.Popen[Any], seconds: float) -> int | None:
 
 
 def _waits_for_processor(pid: int, seconds: float) -> bool | None:
-    """Return whether a program has work; None: it has had its processor time."""
+    """Return whether a program is busy; None: it used up its processor time."""
     import psutil  # not for the script, which runs without packages
 
     used, runs = 0.0, False
     with contextlib.suppress(psutil.Error):
-        for one in psutil.Process(pid).children(recursive=True) or [psutil.Process(pid)]:
-            used += sum(one.cpu_times()[:2])
-            runs |= one.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+        for process in psutil.Process(pid).children(recursive=True) or [psutil.Process(pid)]:
+            used += sum(process.cpu_times()[:2])
+            runs |= process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
     return runs if used < seconds else None
 
 
@@ -193,7 +193,7 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(limit, (most, most))
-    for give in (site.setquit, site.setcopyright, site.sethelper):  # the names that `-S` leaves out, such as `exit`
+    for give in (site.setquit, site.setcopyright, site.sethelper):  # names that `-S` omits, such as `exit`
         give()
     sys.set_int_max_str_digits(0)  # time and memory are limited
     sys.argv[:] = ["program.py"]
@@ -217,22 +217,22 @@ def _set_landlock(libc: ctypes.CDLL, readable: Sequence[str]) -> None:
             libc.syscall(ADD_RULE, ruleset, 1, struct.pack("=QI", right, descriptor), 0)
             os.close(descriptor)
     if version < 1 or libc.syscall(RESTRICT_SELF, ruleset, 0):
-        sys.exit("landlock is not to be had")
+        sys.exit("landlock is not available")
 
 
 def _set_seccomp(libc: ctypes.CDLL) -> None:
-    """Refuse calls by a filter: instructions of 8 bytes that compare the number of a call."""
+    """Refuse system calls with a filter of 8-byte instructions that compare the number of the call."""
     number, column = PROCESSORS.get(platform.machine()) or sys.exit("seccomp's numbers for this processor are unknown")
     load, equal, least, back = 0x20, 0x15, 0x35, 0x06
-    calls = [one[column] for one in REFUSED.values()]
+    calls = [numbers[column] for numbers in REFUSED.values()]
     code = [(load, 0, 0, 4), (equal, 1, 0, number), (back, 0, 0, ERROR_1), (load, 0, 0, 0)]
     code += [(least, len(calls) + 1, 0, 0x40000000)]  # calls of x86-64's other numbering
     code += [(equal, len(calls) - i, 0, call) for i, call in enumerate(calls)]
     code += [(back, 0, 0, ALLOW), (back, 0, 0, ERROR_1)]
-    data = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in code))
+    data = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in code))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(code), ctypes.addressof(data)))
     if libc.prctl(PR_SET_SECCOMP, 2, program, 0, 0):
-        sys.exit("seccomp is not to be had")
+        sys.exit("seccomp is not available")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Taking the answer out of a completion, and choosing how for a source of prompts."""
+"""Extraction of answers from completions, and the choice of its form for a dataset."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONGEST_NUMBER = 100
 _EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
 """Exact arithmetic for any number."""
 
-# A minus is a sign only where no operand stands right before it: `5-3` ends in 3, `= -3` in -3.
+# A minus is a sign only without an operand right before it: `5-3` ends in 3, `= -3` in -3.
 # Groups of three digits, or as in India two (`1,00,000`). A point begins a number only where no word or number ends.
 _WHOLE = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)|\d+"
 _EXPONENT = r"(?:[eE][-+]?\d+)?"
@@ -34,7 +34,7 @@ _NUMBER = re.compile(rf"(?:(?<![\w)])[-+])?(?:(?:{_WHOLE})(?:\.\d+)?|(?<![\w.)\]
 _NUMBER_ALONE = re.compile(rf"[-+]?(?:(?:{_WHOLE})(?:\.\d*)?|\.\d+){_EXPONENT}")
 _SEPARATOR = r"(?:\{,\}|,\\!|\\[,;:! ]|['_\u2019\u2009\u202f\u00a0])"
 _GROUPED = re.compile(rf"(?<!\d)\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)")
-"""A number whose thousands are separated by something else than a plain comma, as in LaTeX."""
+"""A number with thousands separators other than a plain comma, as in LaTeX."""
 _SPACE = r"(?:[ \t~]|\\[,;: ])"
 _MIXED = re.compile(rf"(?<![\w.,/^\\])(?P<whole>\d+){_SPACE}+(?P<above>\d+)\s*/\s*(?P<below>\d+)(?![\d./^])")
 _SPACED, _IN_GROUPS = (
@@ -63,7 +63,7 @@ _OPTION = r"([B-HJ-Z]|[AI](?!\s+(?!(?:because|since|as|and|but|not|which|is)\b)[
 # One letter, perhaps in brackets, bold, quotes, or LaTeX's \text{...}.
 _LETTER = rf"[\s*_`\"'(\[{{$]*(?:\\(?:text|textbf|mathrm|mathbf|boxed)\{{\s*\(?\s*)*{_OPTION}"
 _NAMED = r"(?i:answer|choice|option)"
-# From what settles the answer to what only mentions a letter; within a kind the last one counts.
+# From statements of the answer to mere mentions of a letter. Within a kind, the last match counts.
 _CHOICES = (
     re.compile(rf"{_NAMED}(?i:\s+is)?[\s*_]*[:=]{_LETTER}"),
     re.compile(rf"{_NAMED}[\s*_]*(?i:is|would be|should be|must be)(?:\s+(?i:the|option|choice|letter|therefore))*"
@@ -82,7 +82,7 @@ THOUGHTS: Final = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
 )
-"""The marks around thoughts: of most models, Magistral, Command A, and gpt-oss."""
+"""The marks around thoughts of most models, Magistral, Command A, and gpt-oss."""
 
 
 def without_thoughts(completion: str, *, opened: bool = False, unfinished: bool = False) -> str:
@@ -95,8 +95,8 @@ def without_thoughts(completion: str, *, opened: bool = False, unfinished: bool 
             continue
         text = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", "", completion, flags=re.DOTALL)
         text = text.rpartition(end)[2]  # the prompt had opened it
-        said, found, thought = text.partition(begin)
-        completion = said + thought if found and unfinished else said
+        answer, mark, thought = text.partition(begin)
+        completion = answer + thought if mark and unfinished else answer
     return completion
 
 
@@ -106,16 +106,16 @@ def extract(completion: str, how: Extraction, *, opened: bool = False) -> str | 
     completion = without_thoughts(completion, opened=opened, unfinished=how == "answer-tag")
     match how:
         case "last-number":
-            found = _NUMBER.findall(readable_math(completion))
-            return re.sub(r"^(-?)\.", r"\g<1>0.", found[-1].replace(",", "").lstrip("+")) if found else None
+            numbers = _NUMBER.findall(readable_math(completion))
+            return re.sub(r"^(-?)\.", r"\g<1>0.", numbers[-1].replace(",", "").lstrip("+")) if numbers else None
         case "last-line":
             last = re.split(r"[\r\n]", completion.strip())[-1].strip()  # an answer may hold U+2028 and others
             return last or None
         case "boxed":
             return _last_boxed(completion)
         case "answer-tag":
-            found = TAG.findall(completion)
-            return found[-1].strip() if found else None
+            answers = TAG.findall(completion)
+            return answers[-1].strip() if answers else None
         case "choice":
             return _choice(completion)
         case "full":
@@ -124,17 +124,17 @@ def extract(completion: str, how: Extraction, *, opened: bool = False) -> str | 
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Return contents of the last `\boxed{...}` or `\fbox{...}`, or of a later `\boxed 5`; None where its braces do
+    r"""Return contents of the last `\boxed{...}` or `\fbox{...}`, or of a later `\boxed 5`; None if its braces do
     not close."""
-    opened, last, found = list[int](), -1, None
+    opened, last, contents = list[int](), -1, None
     for bare in _BARE_BOX.finditer(text):
-        last, found = bare.start(), bare[1].rstrip(".,;:")
+        last, contents = bare.start(), bare[1].rstrip(".,;:")
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
             opened.append(-1 if brace[0] == "{" else brace.end())
         elif opened and (begin := opened.pop()) > last:
-            last, found = begin, text[begin : brace.start()].strip()
-    return None if any(begin > last for begin in opened) else found
+            last, contents = begin, text[begin : brace.start()].strip()
+    return None if any(begin > last for begin in opened) else contents
 
 
 def opens_box(text: str) -> bool:
@@ -145,16 +145,16 @@ def _choice(text: str) -> str | None:
     """Return the chosen option's letter: in the last box or tag, else after words such as `the answer is`, else alone
     on a line, else the last single letter."""
     for marked in (_last_boxed(text), *TAG.findall(text)[-1:]):
-        if marked is not None and (found := re.fullmatch(rf"{_LETTER}[\s*_)\]}}.:$]*(?:\s.*)?", marked, re.DOTALL)):
-            return found[1]
+        if marked is not None and (match := re.fullmatch(rf"{_LETTER}[\s*_)\]}}.:$]*(?:\s.*)?", marked, re.DOTALL)):
+            return match[1]
     for pattern in _CHOICES:
-        if found := list(pattern.finditer(text)):
-            return next(group for group in found[-1].groups() if group)
+        if matches := list(pattern.finditer(text)):
+            return next(group for group in matches[-1].groups() if group)
     return None
 
 
 def vote(completion: str, how: Extraction, *, opened: bool = False) -> str | None:
-    """Return the answer as it is counted: numbers by their value, texts without spaces and dollars of LaTeX."""
+    """Return the answer for counting votes: numbers by value, texts without spaces and dollars of LaTeX."""
     answer = extract(completion, how, opened=opened)
     if answer is None:
         return None
@@ -162,7 +162,7 @@ def vote(completion: str, how: Extraction, *, opened: bool = False) -> str | Non
 
 
 def plain_number(text: object) -> str | None:
-    """Return a text that is one number in digits that are equal for equal numbers; None for any other text."""
+    """Return a number in a form that is the same for equal numbers; None for other texts."""
     number = as_number(text)
     if number is None:
         return None
@@ -177,13 +177,13 @@ def unspaced(text: str) -> str:
 
 
 def readable_math(text: str) -> str:
-    """Return the text with a plain minus, without dollars that are money, and thousands as plain digits."""
+    """Return the text with plain minus signs and plain thousands, and without dollar signs of money."""
     text = text.replace("\N{MINUS SIGN}", "-").replace("\N{NON-BREAKING HYPHEN}", "-").replace(r"\$", "")
     return _GROUPED.sub(lambda number: re.sub(_SEPARATOR, "", number[0]), text)
 
 
 def plain_text(text: str) -> str:
-    """Return the text without Markdown's marks of emphasis and code around words: `73` for `__73__`."""
+    """Return the text without Markdown emphasis and code marks around words: `73` for `__73__`."""
     return _EMPHASIS.sub(r"\g<words>", text)
 
 
@@ -214,17 +214,17 @@ def as_number(text: object) -> Decimal | None:
 
 
 def choose_extraction(source: PromptSource) -> tuple[Extraction, str]:
-    """Choose how answers are taken out of completions for this source, by most of its rows; return that and why."""
+    """Return the form of extraction that fits most rows of a dataset, and the reason."""
     rows = source.sample(GENERATED_ROWS if source.task else SAMPLED_ROWS)
-    told = source.instructions + "\n" + rows[0].question
+    instructions = source.instructions + "\n" + rows[0].question
     answers = [row.answer for row in rows if row.answer is not None]
-    if "<answer>" in told:
+    if "<answer>" in instructions:
         return "answer-tag", "the prompts ask for <answer>"
-    if r"\boxed" in told:
+    if r"\boxed" in instructions:
         return "boxed", r"the prompts ask for \boxed"
     if not answers:
         return "full", "there are no reference answers"
-    numbers, long = (sum(map(is_so, answers)) for is_so in (_is_number, _has_lines))
+    numbers, long = (sum(map(test, answers)) for test in (_is_number, _has_lines))
     if 2 * numbers >= len(answers):
         return "last-number", f"{_share(numbers, answers)} reference answers are numbers"
     if 2 * long >= len(answers):
@@ -261,14 +261,14 @@ REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
     (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
 )  # fmt: skip
-"""Spellings and their replacements, applied one after the other."""
+"""Spellings and their replacements, applied in order."""
 LEFT_OUT = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points",
     "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
     "childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}",
     r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots",
 )  # fmt: skip
-"""Words and signs that are left out, one after the other."""
+"""Words and signs that are removed, in order."""
 REWRITTEN = (
     (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),  # the first formula alone
     *((re.compile(rf"\\{name}\{{(.*?)\}}"), r"\1") for name in ("text", "textbf", "overline")),
@@ -279,8 +279,8 @@ REWRITTEN = (
 
 
 def answers_alike(completion: str, reference: str) -> bool:
-    found = ANSWER.findall(completion[-LOOKED_AT:])
-    return bool(found) and spelled(found[-1]) == spelled(reference)
+    answers = ANSWER.findall(completion[-LOOKED_AT:])
+    return bool(answers) and spelled(answers[-1]) == spelled(reference)
 
 
 def spelled(answer: str) -> str:

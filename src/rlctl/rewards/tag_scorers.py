@@ -96,8 +96,8 @@ TAG_SCORERS: dict[str, Callable[..., Any]] = {
 
 def tagged(completion: str, tag: str) -> str | None:
     """Return the text between the first opening and the last closing tag; None without such a pair."""
-    found = re.search(rf"<{re.escape(tag)}>(.*)</{re.escape(tag)}>", completion, re.DOTALL)
-    return found[1] if found else None
+    match = re.search(rf"<{re.escape(tag)}>(.*)</{re.escape(tag)}>", completion, re.DOTALL)
+    return match[1] if match else None
 
 
 @cache
@@ -112,9 +112,9 @@ def same_expression() -> Callable[[str, str], float]:
     def same(reference: str, answer: str) -> float:
         try:
             ours, theirs = parse(_boxed(reference), latex), parse(_boxed(answer), both)
-            found = verify(ours, theirs, float_rounding=decimals(*ours, *theirs))
-            return float(found and not differ_in_size(ours, theirs))
-        except Exception:  # noqa: BLE001 - what no parser understands is no right answer
+            equal = verify(ours, theirs, float_rounding=decimals(*ours, *theirs))
+            return float(equal and not differ_in_size(ours, theirs))
+        except Exception:  # noqa: BLE001 - an unreadable answer is wrong
             return 0.0
 
     return same
@@ -122,9 +122,8 @@ def same_expression() -> Callable[[str, str], float]:
 
 @cache
 def without_alarms() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return math-verify's functions `parse` and `verify` without their alarms. After 5 s of wall-clock time they would
-    score a right answer 0 without a word, where the machine is busy; the scoring process limits CPU time. Imports
-    sympy."""
+    """Return math-verify's `parse` and `verify` without alarms, which silently score a right answer 0 after 5 s of
+    wall-clock time on a busy machine. The scoring process limits CPU time instead. Imports sympy."""
     from math_verify import grader, parse, parser, verify
 
     parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True  # it warns of a missing limit
@@ -132,8 +131,8 @@ def without_alarms() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def tolerate_old_antlr() -> None:
-    """Give math-verify's grammar an atom that its converter asks each percentage for, and that the grammar of antlr
-    4.9, which OmegaConf needs, lacks. Imports sympy."""
+    """Add the grammar atom that math-verify's converter needs for percentages. Its grammar for antlr 4.9
+    (needed by OmegaConf) lacks it. Imports sympy."""
     from latex2sympy2_extended.antlr_parser import PSParser
 
     if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
@@ -142,7 +141,7 @@ def tolerate_old_antlr() -> None:
 
 def decimals(*expressions: Any) -> int:
     """Return the decimals to compare numbers by: math-verify's 6, or more for at least 4 digits of the smallest."""
-    places = [-math.floor(math.log10(value)) for one in expressions for value in _sizes(one)]
+    places = [-math.floor(math.log10(value)) for expression in expressions for value in _sizes(expression)]
     return max(6, 3 + max(places, default=0))
 
 
@@ -151,13 +150,13 @@ def differ_in_size(ours: list[Any], theirs: list[Any]) -> bool:
     compares the difference of two expressions with 0, so 1/2004! equals 1/2006!."""
     from sympy import N, UnevaluatedExpr
 
-    pairs = [(one, other) for one in ours for other in theirs if _is_number(one) and _is_number(other)]
-    for one, other in pairs:
-        if one.has(UnevaluatedExpr) or other.has(UnevaluatedExpr):  # a percentage equals both of its readings
+    pairs = [(left, right) for left in ours for right in theirs if _is_number(left) and _is_number(right)]
+    for left, right in pairs:
+        if left.has(UnevaluatedExpr) or right.has(UnevaluatedExpr):  # a percentage equals both of its readings
             return False
         with contextlib.suppress(*NO_NUMBER):
-            least, most = sorted((abs(N(one)), abs(N(other))))
-            if not 0 < least < SMALL or abs(N(one) - N(other)) <= TOLERANCE * most:
+            least, most = sorted((abs(N(left)), abs(N(right))))
+            if not 0 < least < SMALL or abs(N(left) - N(right)) <= TOLERANCE * most:
                 return False
     return bool(pairs)
 
@@ -188,7 +187,7 @@ def _alnum(text: str) -> str:
 
 def _box(text: str) -> list[float] | None:
     try:
-        numbers = [float(one) for one in re.sub(r"[\[\]]", "", text).split(",")]
+        numbers = [float(number) for number in re.sub(r"[\[\]]", "", text).split(",")]
     except ValueError:
         return None
     return numbers if len(numbers) == 4 and all(map(math.isfinite, numbers)) else None
@@ -200,9 +199,9 @@ def _area(box: list[float]) -> float:
 
 def _last_box(text: str) -> str | None:
     r"""Return the contents of the last `\boxed{`, if its braces close."""
-    _, found, rest = text.rpartition(_BOX)
+    _, mark, rest = text.rpartition(_BOX)
     depth = 1
-    for place, letter in enumerate(rest if found else ""):
+    for place, letter in enumerate(rest if mark else ""):
         depth += {"{": 1, "}": -1}.get(letter, 0)
         if depth == 0:
             return rest[:place].strip()

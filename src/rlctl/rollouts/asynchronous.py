@@ -225,7 +225,7 @@ class AsynchronousSource:
         with self._changed:
             asked = {engine: len(self._asked.get(engine, ())) for engine in engines}
         for request in requests:
-            shares[min(engines, key=lambda one: asked[one] + len(shares[one]))].append(request)
+            shares[min(engines, key=lambda engine: asked[engine] + len(shares[engine]))].append(request)
         for engine, share in shares.items():
             if not share:
                 continue
@@ -245,11 +245,11 @@ class AsynchronousSource:
     # Consumption
 
     def _batch(self, version: int) -> list[int] | None:
-        """Return the positions of the batch to train `version` on; None: some are unfinished."""
-        found = self._by_position() if self._config.rollouts.order == "position" else self._by_arrival(version)
-        if found is None and not (self._ledger.under_way or self._room()):  # `filter.max_rounds`: no more is to come
+        """Return the positions of the batch to train `version` on; None: not all of them are finished."""
+        batch = self._by_position() if self._config.rollouts.order == "position" else self._by_arrival(version)
+        if batch is None and not (self._ledger.under_way or self._room()):  # `filter.max_rounds` ended the last batch
             return sorted(self._finished, key=lambda position: (position in self._unfit, position))[: self._most]
-        return found
+        return batch
 
     def _by_position(self) -> list[int] | None:
         size, chosen = self._config.batch.prompts, list[int]()
@@ -269,7 +269,7 @@ class AsynchronousSource:
         finished = [position for position in self._finished if position in versions]
         chosen: list[int] = []
         for admitted in sorted(set(versions.values())):
-            due = sum(one <= admitted for one in versions.values())
+            due = sum(other <= admitted for other in versions.values())
             needed = due - max(0, admitted + limit - version) * size - len(chosen)
             ready = [p for p in finished if versions[p] <= admitted and p not in chosen]
             if needed > len(ready):
@@ -281,9 +281,9 @@ class AsynchronousSource:
     def _wait(self, find: Callable[[], T | None], who: str, version: int | None = None) -> T:
         """Wait for a result of `find`. With a `version`, replace failed engines and groups that filled no place. Raises
         a thread's error, and WaitTimeoutError after `cluster.step_timeout_s` without a finished group."""
-        # An engine and a scorer have their own limits, whose errors say more: let those come first.
+        # Engines and scorers have their own limits, with better errors, so those must come first.
         limit_s = self._config.cluster.step_limit_s + self._config.reward.timeout_s + 2 * MARGIN_S
-        quiet, before, told = time.monotonic(), -1, 0
+        quiet, before, messages = time.monotonic(), -1, 0
         while True:
             with self._changed:
                 if self._trouble is not None:
@@ -292,8 +292,8 @@ class AsynchronousSource:
                 # Engines that sample under these weights only finish before any of them is replaced.
                 if version is not None and not (self._waits and self._sampling()):
                     lost, self._lost = self._lost, []
-                if not lost and (found := find()) is not None:
-                    return found
+                if not lost and (result := find()) is not None:
+                    return result
                 more = version is not None and not lost and self._replaces and self._may_admit() and self._room()
                 if not (lost or more):
                     self._changed.wait(LOOK_S)
@@ -303,15 +303,15 @@ class AsynchronousSource:
                 if more:
                     self._admit(version)
             if finished != before or lost:
-                quiet, before, told = time.monotonic(), finished, 0
+                quiet, before, messages = time.monotonic(), finished, 0
             quiet_s = time.monotonic() - quiet
             if quiet_s > limit_s:
                 raise WaitTimeoutError(
                     f"No group of rollouts was finished for {limit_s:.0f} s: {self._whereabouts()}.",
                     "Raise cluster.step_timeout_s, or see the logs of the engines and of the scorer.",
                 )
-            if quiet_s > (told + 1) * QUIET_S:
-                told += 1
+            if quiet_s > (messages + 1) * QUIET_S:
+                messages += 1
                 self._tell(f"{who} has waited {quiet_s:.0f} s: {self._whereabouts()}")
 
     def _whereabouts(self) -> str:
@@ -357,7 +357,7 @@ class AsynchronousSource:
         try:
             while not self._closed:
                 work()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the loop waits
+        except BaseException as error:  # noqa: BLE001 - the waiting loop raises it
             with self._changed:
                 if not self._closed:
                     self._trouble = error
@@ -366,19 +366,19 @@ class AsynchronousSource:
     def _collect(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._calls or self._closed)
-            calls = {id(one.call): one for one in self._calls}
+            calls = {id(pending.call): pending for pending in self._calls}
         if self._closed:
             return
-        for call in first_done([one.call for one in calls.values()], LOOK_S):
+        for call in first_done([pending.call for pending in calls.values()], LOOK_S):
             self._take(calls[id(call)])
         with self._changed:
             late = [pending for pending in self._calls if time.monotonic() > pending.until]
             self._calls = [pending for pending in self._calls if pending not in late]
-        for pending in late:  # such an engine hangs
+        for pending in late:  # their engines hang
             self._lose(pending.engine, pending.late())
 
     def _take(self, pending: PendingGroups) -> None:
-        """Take a call's result; nothing if the engine fell asleep."""
+        """Take the result of a call, which is empty if the engine fell asleep."""
         try:
             results = pending.results()
         except (WorkerError, WaitTimeoutError) as error:
@@ -401,14 +401,14 @@ class AsynchronousSource:
             self._hand_to_scorer()
 
     def _to_score(self) -> list[SampledGroup]:
-        """Return the scorer's next batch: the oldest groups, and few at a time, because a group finishes with its
-        batch; or the first groups that are scored together, once all are sampled."""
+        """Return the next groups to score: a few of the oldest, since a group waits for the others in its call.
+        Compared groups are scored together, once all of them are sampled."""
         waiting = sorted(self._sampled, key=lambda result: result.group)
         if not self._groups.compares:
             return waiting[: -(-len(waiting) // SCORED_IN)]
-        whole = (together for one in waiting if (together := self._together[one.group]) <= {r.group for r in waiting})
+        whole = (batch for group in waiting if (batch := self._together[group.group]) <= {r.group for r in waiting})
         chosen = next(whole, frozenset())
-        return [one for one in waiting if one.group in chosen]
+        return [group for group in waiting if group.group in chosen]
 
     def _score(self) -> None:
         with self._changed:
@@ -419,7 +419,7 @@ class AsynchronousSource:
         rows = {result.group: self._groups.row_at(result.group) for result in results}
         groups, failures = self._groups.scored(results, rows)
         with self._changed:
-            self._sampled = [one for one in self._sampled if one.group not in rows]
+            self._sampled = [group for group in self._sampled if group.group not in rows]
             self._together = {group: part for group, part in self._together.items() if group not in rows}
             self._failures += failures
             self._finished.update({group.position: group for group in groups})

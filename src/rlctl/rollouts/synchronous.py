@@ -71,13 +71,13 @@ class SynchronousSource:
                     lambda error: self._sync.recover(error, version),
                 )
             with self._timer(Phase.REWARD) if self._groups.scores else contextlib.nullcontext():
-                found, failures = self._groups.scored(results, rows)
+                scored, failures = self._groups.scored(results, rows)
             self._ledger.finish(positions)
-            self._prompts.observe(found)
-            groups += found
+            self._prompts.observe(scored)
+            groups += scored
             measured["scorer_failures"] += failures
             measured["offloaded_bytes"] = max(measured["offloaded_bytes"], freed_bytes)
-            missing -= sum(self._trains_on(group) for group in found) if replaces else len(found)
+            missing -= sum(self._trains_on(group) for group in scored) if replaces else len(scored)
             rounds += 1
         if replaces:
             measured |= {"sampling_rounds": rounds, "missing_groups": missing}

@@ -21,15 +21,15 @@ from rlctl.data.image_sources import saved
 from rlctl.environments.interface import Ask, Message, Step, is_cut
 
 Answered = asyncio.Future[Message | None]
-"""The answer to a question, when it is there; None: the episode is over."""
+"""The future answer to a question; None: the episode is over."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MODEL = "policy"
 OVER = "context_length_exceeded"
-"""Code of the error for a question to an episode that is over, which clients know as one not to ask again."""
+"""Error code for a question after the end of the episode. Clients do not retry on it."""
 
 
 class Program:
-    """Starts `command` for each episode and answers its requests; `variables` are added to its environment."""
+    """Starts `command` for each episode and answers its requests. `variables` are added to its environment."""
 
     def __init__(self, command: str | Sequence[str], variables: Mapping[str, str] | None = None) -> None:
         self.command = shlex.split(command) if isinstance(command, str) else list(command)
@@ -40,9 +40,9 @@ class Program:
         """One question at a time: its answer reveals whether it continues the previous one."""
         self.answering: Answered | None = None
         self.said: list[Message] = []
-        """The conversation as the program has it."""
+        """The conversation that the model has read, in the program's form."""
         self.tools: Any = None
-        """The tools that the model was shown in it."""
+        """The tools that it shows."""
         self.over = False
         self.process: asyncio.subprocess.Process | None = None
         self.result: dict[str, Any] = {}
@@ -87,7 +87,7 @@ class Program:
 
     @property
     def reward_parts(self) -> dict[str, float]:
-        """The parts of the reward, if the program lists them (`reward_components`)."""
+        """The parts of the reward, if the program reports them (`reward_components`)."""
         return {str(name): float(part) for name, part in (self.result.get("reward_components") or {}).items()}
 
     async def close(self) -> None:
@@ -114,13 +114,13 @@ class Program:
         except RuntimeError:
             if not self.over:
                 raise
-            self.result = {"reward": 0.0}  # it was refused an answer
+            self.result = {"reward": 0.0}  # the program failed because its request was refused
 
     def _end(self) -> None:
         self.over = True
-        for one in self.asked:
-            if not one.done():
-                one.set_result(None)
+        for answer in self.asked:
+            if not answer.done():
+                answer.set_result(None)
 
     # The server
 
@@ -129,9 +129,9 @@ class Program:
         if not self.over:
             self.asked.append(answer)
             self.questions.put_nowait((ask, answer))
-            if (found := await answer) is not None:
-                return found
-        raise _refused("The episode is over: a limit of the run has ended it.", OVER)
+            if (message := await answer) is not None:
+                return message
+        raise _refused("The episode is over: a limit of the run ended it.", OVER)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
@@ -139,53 +139,56 @@ class Program:
             return await self._conversed(request, asked)
 
     async def _conversed(self, request: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
-        messages = [dict(one) | ({"role": "system"} if one["role"] == "developer" else {}) for one in asked["messages"]]
+        messages = [
+            dict(message) | ({"role": "system"} if message["role"] == "developer" else {})
+            for message in asked["messages"]
+        ]
         same = self.said and self.tools == asked.get("tools") and _alike(messages[: len(self.said)], self.said)
-        known = len(self.said) if same and len(messages) > len(self.said) else 0
+        continued = len(self.said) if same and len(messages) > len(self.said) else 0
         ask = Ask(
             messages=messages,
-            known=known,
+            known=continued,
             tools=asked.get("tools") or (),
             max_tokens=asked.get("max_completion_tokens") or asked.get("max_tokens"),
             stop=_texts(asked.get("stop")),
             stop_token_ids=tuple(asked.get("stop_token_ids") or ()),
         )
-        found = await self._answer(ask)
-        answers = [found]
-        while len(answers) < (asked.get("n") or 1):  # each continues from the same tokens, in a separate context
-            answers.append(await self._answer(replace(ask, tokens=found["prompt_tokens"])))
-        choices, said = [], []
-        for index, one in enumerate(answers):
-            calls = one.get("tool_calls") or None
-            ends = [at for stop in ask.stop if (at := one["content"].find(stop)) >= 0]
-            text = one["content"][: min(ends, default=None)]
-            said.append({"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {}))
+        answer = await self._answer(ask)
+        answers = [answer]
+        while len(answers) < (asked.get("n") or 1):  # each continues the same tokens in a new context
+            answers.append(await self._answer(replace(ask, tokens=answer["prompt_tokens"])))
+        choices, replies = [], []
+        for index, reply in enumerate(answers):
+            calls = reply.get("tool_calls") or None
+            ends = [at for stop in ask.stop if (at := reply["content"].find(stop)) >= 0]
+            text = reply["content"][: min(ends, default=None)]
+            replies.append({"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {}))
             choices.append(
                 {
                     "index": index,
-                    "finish_reason": "tool_calls" if calls and not is_cut(one) else _finish(one),
-                    "token_ids": list(one["tokens"]),
-                    "logprobs": {"content": _logprobs(one)} if asked.get("logprobs") else None,
+                    "finish_reason": "tool_calls" if calls and not is_cut(reply) else _finish(reply),
+                    "token_ids": list(reply["tokens"]),
+                    "logprobs": {"content": _logprobs(reply)} if asked.get("logprobs") else None,
                 }
             )
-        self.said, self.tools = [*messages, said[-1]], asked.get("tools")
-        read, written = len(found["prompt_tokens"]), sum(len(one["tokens"]) for one in answers)
+        self.said, self.tools = [*messages, replies[-1]], asked.get("tools")
+        read, written = len(answer["prompt_tokens"]), sum(len(reply["tokens"]) for reply in answers)
         whole = {
             "id": f"chatcmpl-{len(self.said)}",
             "created": 0,
             "model": MODEL,
             "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
-            "prompt_token_ids": list(found["prompt_tokens"]),
+            "prompt_token_ids": list(answer["prompt_tokens"]),
         }
         if not asked.get("stream"):
-            whole |= {"choices": [one | {"message": text} for one, text in zip(choices, said, strict=True)]}
+            whole |= {"choices": [choice | {"message": text} for choice, text in zip(choices, replies, strict=True)]}
             return web.json_response(whole | {"object": "chat.completion"})
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
-        for one, text in zip(choices, said, strict=True):
+        for choice, text in zip(choices, replies, strict=True):
             calls = [call | {"index": at} for at, call in enumerate(text.get("tool_calls", ()))]
             delta = text | ({"tool_calls": calls} if calls else {})
-            chunk = whole | {"object": "chat.completion.chunk", "choices": [one | {"delta": delta}]}
+            chunk = whole | {"object": "chat.completion.chunk", "choices": [choice | {"delta": delta}]}
             await stream.write(f"data: {json.dumps(chunk)}\n\n".encode())
         await stream.write(b"data: [DONE]\n\n")
         return stream
@@ -203,12 +206,12 @@ class Program:
         )
         async with self.conversing:
             self.said = []
-            found = await self._answer(ask)
+            answer = await self._answer(ask)
         choice = {
             "index": 0,
-            "finish_reason": _finish(found),
-            "token_ids": list(found["tokens"]),
-            "logprobs": {"content": _logprobs(found)},
+            "finish_reason": _finish(answer),
+            "token_ids": list(answer["tokens"]),
+            "logprobs": {"content": _logprobs(answer)},
         }
         return web.json_response({"request_id": asked.get("request_id", ""), "choices": [choice]})
 
@@ -228,8 +231,8 @@ async def serve(
     return server, f"http://{host}:{server.addresses[0][1]}"
 
 
-def _refused(why: str, code: str) -> web.HTTPBadRequest:
-    error = {"error": {"message": why, "type": "invalid_request_error", "code": code}}
+def _refused(message: str, code: str) -> web.HTTPBadRequest:
+    error = {"error": {"message": message, "type": "invalid_request_error", "code": code}}
     return web.HTTPBadRequest(text=json.dumps(error), content_type="application/json")
 
 
@@ -256,7 +259,7 @@ def _logprobs(answer: Message) -> list[dict[str, Any]]:
 
 def _alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
     def said(message: Message) -> tuple[Any, ...]:
-        calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls") or ()]
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
         return (message["role"], message.get("content") or "", calls)
 
     return len(some) == len(others) and all(said(a) == said(b) for a, b in zip(some, others, strict=True))

@@ -63,13 +63,13 @@ class Python:
 
     @classmethod
     def prepare(cls, **params: Any) -> str:
-        return f"programs run behind: {', '.join(sandbox.layers())}"  # once; the episodes then know them
+        return f"programs run behind: {', '.join(sandbox.layers())}"  # tested once; forked episodes reuse the result
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | str:
         self.made, self.rewarded = 0, 0.0
-        found = [row.get(name) or [] for name in ("tests", "inputs", "outputs")]
+        columns = [row.get(name) or [] for name in ("tests", "inputs", "outputs")]
         self.tests, self.inputs, self.outputs = (
-            [_text(one) for one in ([given] if isinstance(given, str) else given)] for given in found
+            [_text(item) for item in ([column] if isinstance(column, str) else column)] for column in columns
         )
         if bool(self.tests) == bool(self.inputs) or len(self.inputs) != len(self.outputs):
             raise InputError("A row for `python` needs either `tests`, or as many `outputs` as `inputs`.")
@@ -86,13 +86,13 @@ class Python:
         worth = float(right) if self.all_or_nothing else share
         done = right or self.made == self.attempts
         first = next(filter(None, failures), "")
-        # The sum of an episode's rewards is its last program's reward, for any ending.
+        # The rewards of an episode sum to the worth of its last program, whatever ends the episode.
         reward, self.rewarded = worth - self.rewarded, worth
         metrics = {"programs": float(program is not None), "right": float(right)}
         return Step("" if done else f"{first[:SHOWN]}\n\nCorrect the program.", reward, done, metrics=metrics)
 
     def failures(self, program: str) -> list[str | None]:
-        """Return why each test failed; None: it passed."""
+        """Return the failure of each test, or None if it passed."""
         if self.tests:
             return self.failed_tests(program)
         return [self.failed_output(program, *pair) for pair in zip(self.inputs, self.outputs, strict=True)]
@@ -101,23 +101,23 @@ class Python:
         """Run all tests in one process. Only lines with a secret mark count, so early exits and prints pass nothing."""
         mark = secrets.token_hex(16)
         outcome = sandbox.run(HARNESS.format(program=program, tests=self.tests, mark=mark), limits=self.limits)
-        said = dict[int, str]()
+        results = dict[int, str]()
         for line in outcome.output.splitlines():
             if line.startswith(mark + " "):
                 number, _, failure = line[len(mark) + 1 :].partition(" ")
-                said.setdefault(int(number), failure)
+                results.setdefault(int(number), failure)
         ended = self.ended(outcome) or "The program ended before this test."
-        failures = [said.get(number, ended) for number in range(len(self.tests))]
-        return [f"{test}\n{why}" if why else None for test, why in zip(self.tests, failures, strict=True)]
+        failures = [results.get(number, ended) for number in range(len(self.tests))]
+        return [f"{test}\n{failure}" if failure else None for test, failure in zip(self.tests, failures, strict=True)]
 
-    def failed_output(self, program: str, given: str, wanted: str) -> str | None:
-        """Run the program on one input; blanks at the ends of lines do not count, and numbers count by value."""
+    def failed_output(self, program: str, given: str, expected: str) -> str | None:
+        """Run the program on one input. Blanks at line ends do not count, and numbers count by value."""
         outcome = sandbox.run(program, given, self.limits)
-        if why := self.ended(outcome):
-            return f"Input:\n{given}\n{why}"
-        if alike(outcome.output, wanted):
+        if failure := self.ended(outcome):
+            return f"Input:\n{given}\n{failure}"
+        if alike(outcome.output, expected):
             return None
-        return f"Input:\n{given}\nOutput:\n{outcome.output}\nExpected:\n{wanted}"
+        return f"Input:\n{given}\nOutput:\n{outcome.output}\nExpected:\n{expected}"
 
     def ended(self, outcome: sandbox.Outcome) -> str | None:
         if outcome.code is None:
@@ -129,31 +129,31 @@ class Python:
 
 
 def last_program(text: str) -> str | None:
-    """Return the last block that says it is Python, else the last one that names no language; None: there is none."""
+    """Return the last Python block, else the last block without a language, else None."""
     blocks = [(language.strip().lower(), program) for language, program in BLOCK.findall(text)]
     for languages in (LANGUAGES, ("",)):
-        if found := [program for language, program in blocks if language in languages]:
-            return found[-1]
+        if programs := [program for language, program in blocks if language in languages]:
+            return programs[-1]
     return None
 
 
-def alike(output: str, wanted: str) -> bool:
-    """Return whether an output is the wanted one: the same lines, or lines with equal words and numbers."""
-    ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, wanted))
+def alike(output: str, expected: str) -> bool:
+    """Return whether an output has the expected lines, up to white space and the writing of numbers."""
+    ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
     return len(ours) == len(theirs) and all(map(_alike, ours, theirs))
 
 
-def _alike(line: str, wanted: str) -> bool:
-    ours, theirs = line.split(), wanted.split()
+def _alike(line: str, expected: str) -> bool:
+    ours, theirs = line.split(), expected.split()
     return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
 
 
-def _equal(one: str, other: str) -> bool:
-    if one == other or not (NUMBER.fullmatch(one) and NUMBER.fullmatch(other)):
-        return one == other
-    if other.lstrip("+-").isdigit():
-        return Decimal(one) == Decimal(other)
-    return math.isclose(float(one), float(other), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+def _equal(word: str, expected: str) -> bool:
+    if word == expected or not (NUMBER.fullmatch(word) and NUMBER.fullmatch(expected)):
+        return word == expected
+    if expected.lstrip("+-").isdigit():
+        return Decimal(word) == Decimal(expected)
+    return math.isclose(float(word), float(expected), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def _text(value: Any) -> str:
