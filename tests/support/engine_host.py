@@ -49,10 +49,10 @@ class SwappingEngine:
             self.swap(spec, episode)
             return
         runner = self.runner
-        if isinstance(runner._made, PlaySpec):
+        if isinstance(runner._spec, PlaySpec):
             runner._play.close()
-        runner._made = imported(episode) if isinstance(episode, str) else episode
-        runner._play = runner._made.started() if isinstance(runner._made, PlaySpec) else runner._made
+        runner._spec = imported(episode) if isinstance(episode, str) else episode
+        runner._play = runner._spec.started() if isinstance(runner._spec, PlaySpec) else runner._spec
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a method of the engine, or of what plays episodes against it."""

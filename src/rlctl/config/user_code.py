@@ -35,7 +35,7 @@ class UserCode:
 
     @classmethod
     def read(cls, reference: str, what: str) -> UserCode:
-        """Read the file that `path/to/file.py:function` names, and import nothing. Raises InputError without one."""
+        """Read the file of `path/to/file.py:function` without importing it. Raises InputError for a missing file."""
         path, name = split_reference(reference, what)
         return cls(path, read_text(path, f"{what} {reference!r}:"), name, what)
 
@@ -51,11 +51,11 @@ class UserCode:
     def load(self) -> Callable[..., Any]:
         """Return the function, from a module that this process runs once. Raises InputError naming file and line."""
         module = _module(self)
-        if callable(found := getattr(module, self.name, None)):
-            return found
+        if callable(function := getattr(module, self.name, None)):
+            return function
         kind, is_kind = ("class", inspect.isclass) if self.what in CLASSES else ("function", inspect.isfunction)
-        own = [key for key, value in vars(module).items() if is_kind(value) and value.__module__ == module.__name__]
-        near = suggest(self.name, own) or f"It has {', '.join(own) or 'none'}."
+        names = [key for key, value in vars(module).items() if is_kind(value) and value.__module__ == module.__name__]
+        near = suggest(self.name, names) or f"It has {', '.join(names) or 'none'}."
         raise InputError(f"{self.what} {self.reference!r}: the file has no {kind} {self.name!r}.", near)
 
     def place(self, error: BaseException) -> str | None:
@@ -66,8 +66,8 @@ class UserCode:
     def error(self, error: BaseException, doing: str) -> InputError:
         place = _last_frame(error, self.path)
         kind = self.what if self.what == "Algorithm" else f"{self.what} function"
-        told = f"{kind} {self.reference} raised {type(error).__name__}: {error} ({doing}; {place})."
-        return InputError(told, _installing(error))
+        message = f"{kind} {self.reference} raised {type(error).__name__}: {error} ({doing}; {place})."
+        return InputError(message, _installing(error))
 
 
 def is_reference(name: str) -> bool:
@@ -75,7 +75,7 @@ def is_reference(name: str) -> bool:
 
 
 def split_reference(name: str, what: str = "Reward") -> tuple[Path, str]:
-    """Return absolute path and function name; InputError where that is not the form of `name`."""
+    """Return absolute path and function name. Raises InputError for another form."""
     file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py") or not function.isidentifier():
         raise InputError(f"{what} {name!r} does not name a function.", "Write path/to/file.py:function.")

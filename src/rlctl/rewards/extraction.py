@@ -224,20 +224,13 @@ def choose_extraction(source: PromptSource) -> tuple[Extraction, str]:
         return "boxed", r"the prompts ask for \boxed"
     if not answers:
         return "full", "there are no reference answers"
-    numbers, long = (sum(map(test, answers)) for test in (_is_number, _has_lines))
+    numbers = sum(as_number(answer) is not None for answer in answers)
+    long = sum("\n" in str(answer) for answer in answers)
     if 2 * numbers >= len(answers):
         return "last-number", f"{_share(numbers, answers)} reference answers are numbers"
     if 2 * long >= len(answers):
         return "full", f"{_share(long, answers)} reference answers have several lines"
     return "last-line", f"{_share(len(answers) - long, answers)} reference answers are single lines"
-
-
-def _is_number(answer: object) -> bool:
-    return as_number(answer) is not None
-
-
-def _has_lines(answer: object) -> bool:
-    return "\n" in str(answer)
 
 
 def _share(count: int, answers: Sequence[object]) -> str:

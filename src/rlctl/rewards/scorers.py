@@ -34,19 +34,19 @@ RIGHT_ABOVE = {"bbox_giou": 0.5, "geo3k": 0.5}
 BUILT_IN = ("task", "exact-match", "math-verify", "ifeval", *BY_THEMSELVES, *OF_FORM)
 """Scorers whose failures count as 0; users decide for others."""
 CALL_SHARE = 0.75
-"""Share of the time that a step has left which one call of a user's function may take, where others wait for it."""
+"""Share of a step's remaining time that one call of a user function may take while others wait."""
 TAGGED = re.compile(r"<think>.*</think>\n<answer>.*</answer>\n?", re.DOTALL)
 
 
 class Scorer(Protocol):
-    """1 is a right answer, 0 a wrong one; a user's function may return any number."""
+    """Return 1 for a right answer and 0 for a wrong one. A user function may return any number."""
 
     def __call__(self, completion: str, row: PromptRow) -> float: ...
 
 
 @runtime_checkable
 class BatchScorer(Protocol):
-    """Scores the completions of a step in one call; None where it does not apply to one, an error where it fails."""
+    """Scores all completions of a step in one call. None: it does not apply; an error: it failed."""
 
     def score_all(
         self, completions: Sequence[str], rows: Sequence[PromptRow]
@@ -116,8 +116,8 @@ class MathVerify:
         if marked and unspaced(readable_math(text)) == unspaced(readable_math(reference)):
             return 1.0
         ours, theirs = self._reference(reference), self._parsed(text, marked)
-        found = self._verify(ours, theirs, float_rounding=decimals(*ours, *theirs))
-        return float(found and not differ_in_size(ours, theirs))
+        equal = self._verify(ours, theirs, float_rounding=decimals(*ours, *theirs))
+        return float(equal and not differ_in_size(ours, theirs))
 
     def _answer(self, completion: str) -> tuple[bool, str | None]:
         """Return whether the answer is marked as such, and its text; where it is not marked, where to look for it."""
@@ -156,7 +156,7 @@ def _boxed(answer: str) -> str:
 
 def _expressions(parsed: list[Any]) -> list[Any]:
     r"""Return math-verify's parses without its appended text, which may be cut: `2^{` of `2^{\mathrm{10}}`."""
-    return [one for one in parsed if not isinstance(one, str)]
+    return [expression for expression in parsed if not isinstance(expression, str)]
 
 
 class DapoMath:
@@ -212,4 +212,4 @@ class IfEval:
         if unknown := [name for name in names if name not in self._instructions]:
             raise InputError(f"{row.where}: the scorer ifeval knows no instruction {unknown[0]!r}.", "Leave it out.")
         followed, _ = self._evaluate(completion, names, list(row.fields["kwargs"]), row.question, self._instructions)
-        return sum(one.strict_pass for one in followed) / len(names)
+        return sum(result.strict_pass for result in followed) / len(names)

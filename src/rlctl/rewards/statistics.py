@@ -39,7 +39,7 @@ class Estimate:
 
     value: float
     stderr: float | None
-    """None with one prompt, which shows no spread."""
+    """None for one prompt, which has no spread."""
     values_P: tuple[float, ...]
     """The value of each prompt."""
 
@@ -53,7 +53,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one model is from another on the same prompts."""
+    """The difference of two models on the same prompts."""
 
     value: float
     stderr: float | None

@@ -212,7 +212,8 @@ class EpisodeRunner:
         deadline = time.monotonic() + timeout_s
         self._engine.require_ready(timeout_s)
         groups = self._episodes(requests, sampling)
-        call = self._run(together(self._group(*pair) for pair in zip(requests, groups, strict=True)))
+        work = together(self._group(*pair) for pair in zip(requests, groups, strict=True))
+        call = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return call.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
@@ -248,7 +249,8 @@ class EpisodeRunner:
         with self._changed:
             self._submitted += len(requests)
             self._changed.notify_all()
-        self._run(together(finish(*pair) for pair in zip(requests, groups, strict=True)))
+        work = together(finish(*pair) for pair in zip(requests, groups, strict=True))
+        asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def collect_by_handle(self, timeout_s: float) -> tuple[list[SampledGroup], list[Any]]:
         deadline = time.monotonic() + timeout_s
@@ -282,9 +284,6 @@ class EpisodeRunner:
         ]
         self._begun += sum(map(len, groups))
         return groups
-
-    def _run(self, play: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(play, self._loop)
 
     async def _group(self, request: GroupRequest, episodes: list[Episode]) -> SampledGroup:
         async def played(episode: Episode) -> None:
