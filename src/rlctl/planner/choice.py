@@ -8,11 +8,14 @@ from typing import Any, Literal
 from rlctl.config.facts import Fact
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import keys_with
+from rlctl.settings.generation import GenerationConfig
 from rlctl.settings.other_models import ModelSizes
 from rlctl.settings.training import TrainingConfig
 
 TRAINING_CHOSEN = keys_with(TrainingConfig, Fact.EVERY_PLAN)
 """Keys of `training` that every plan of a training decides."""
+GENERATION_CHOSEN = keys_with(GenerationConfig, Fact.EVERY_PLAN)
+"""Keys of `generation` that every plan with engines decides."""
 TEACHER_SIZES = keys_with(ModelSizes, Fact.EVERY_PLAN)
 """Keys of `teacher` or `reward_model` that every plan with such a model decides."""
 

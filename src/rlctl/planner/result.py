@@ -9,7 +9,7 @@ from typing import Any
 
 from rlctl.models.constraints import family_problem
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import TEACHER_SIZES, GenerationChoice, TrainingChoice
+from rlctl.planner.choice import GENERATION_CHOSEN, TEACHER_SIZES, GenerationChoice, TrainingChoice
 from rlctl.planner.costs.memory import PhaseMemory
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import CALIBRATED_RANGE, CPU_RANGE, DEFAULTS, RANGES, RESOLUTION
@@ -20,7 +20,6 @@ from rlctl.telemetry.phases import Phase
 
 LONGEST_WAIT = 0.1
 """Part of a step that engines may wait for the tools of the longest episodes."""
-GENERATION_KEYS = ("engines", "tp", "pp", "dp", "ep", "max_concurrent")
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ class Plan:
             }
         if generation is None:
             return values
-        values |= {f"generation.{key}": getattr(generation, key) for key in GENERATION_KEYS}
+        values |= {f"generation.{key}": getattr(generation, key) for key in GENERATION_CHOSEN}
         if self.cluster.is_cpu:
             values["generation.threads"] = generation.threads
             values["generation.kv_cache_bytes"] = int(generation.kv_cache_bytes)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlctl.config.facts import CHOSEN, FREE, LAYOUT, PLANNED, REHEARSAL_DETAIL, Flag, Named
+from rlctl.config.facts import CHOSEN, FREE, LAYOUT, PLANNED, REHEARSAL_DETAIL, SIZE, Flag, Named
 from rlctl.config.section import (
     MOST,
     Bytes,
@@ -65,15 +65,15 @@ class GenerationConfig(Section):
 
     backend: str = "auto"
     """Generation engine: `vllm` (also `auto`), or one of an installed package."""
-    engines: Annotated[Positive | None, CHOSEN] = None
+    engines: Annotated[Positive | None, SIZE] = None
     """Number of engines."""
-    tp: Annotated[Positive | None, CHOSEN, Flag("generation_tp", "Tensor parallel size of the engine.")] = None
+    tp: Annotated[Positive | None, SIZE, Flag("generation_tp", "Tensor parallel size of the engine.")] = None
     """Tensor parallel size of one engine."""
-    pp: Annotated[Positive | None, CHOSEN] = None
+    pp: Annotated[Positive | None, SIZE] = None
     """Pipeline parallel size of one engine."""
-    dp: Annotated[Positive | None, CHOSEN] = None
+    dp: Annotated[Positive | None, SIZE] = None
     """Data parallel replicas in one engine, which share its experts."""
-    ep: Annotated[Positive | None, CHOSEN] = None
+    ep: Annotated[Positive | None, SIZE] = None
     """Expert parallel size of one engine: 1, or tp x dp."""
     colocated: Annotated[
         bool | None,
@@ -116,7 +116,7 @@ class GenerationConfig(Section):
     """Fraction of a GPU's memory that vLLM may use."""
     kv_cache_bytes: Annotated[Bytes | None, CHOSEN] = None
     """KV cache size per GPU of an engine; on CPUs per engine."""
-    max_concurrent: Annotated[Positive | None, CHOSEN] = None
+    max_concurrent: Annotated[Positive | None, SIZE] = None
     """Maximum number of sequences that an engine decodes at once."""
     max_batched_tokens: Annotated[Positive | None, CHOSEN] = None
     """Maximum number of tokens in one forward pass of an engine."""
