@@ -202,6 +202,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("victim", "seconds", "finished", "said"),
     [

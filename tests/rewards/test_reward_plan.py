@@ -393,6 +393,7 @@ def test_a_function_out_of_time_is_named_with_its_row(tmp_path: Path) -> None:
     assert re.search(why, scores.dropped[0])
 
 
+@pytest.mark.long
 def test_slow_expressions_cost_their_own_scores_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a busy machine: CPU time is what counts, and math-verify's own alarm of 5 s is off."""
     monkeypatch.setattr(scoring_process, "SLOW_S", 1.0)
@@ -431,6 +432,7 @@ def test_a_function_that_ends_the_process_is_named(tmp_path: Path, ends: str, to
         score(plan, source, "fine", "end", "fine")
 
 
+@pytest.mark.long
 def test_a_completion_that_a_parser_gets_lost_in_counts_as_wrong(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

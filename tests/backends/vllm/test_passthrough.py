@@ -58,6 +58,7 @@ def built(spec: EngineSpec, code: str) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "code", [ARGUMENTS, pytest.param(CONFIGURATION, marks=pytest.mark.slow)], ids=["arguments", "configuration"]
 )

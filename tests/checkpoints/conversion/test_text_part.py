@@ -266,6 +266,7 @@ def test_block_scaled_weights_keep_their_scales(written: Any, tmp_path: Path) ->
         megatron_to_hf(checkpoint, tmp_path / "whole", None, Options(whole=model))
 
 
+@pytest.mark.long
 def test_a_plan_copies_nothing_and_a_run_takes_the_text_part_out_once(
     written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
