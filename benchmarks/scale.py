@@ -1,7 +1,7 @@
 """Estimates a month on 10,000 GPUs: failures per hour, the cost of each with rlctl's recovery, and the useful time.
 
     python benchmarks/scale.py                               # DeepSeek-V3 on 1,250 nodes of eight H100s
-    python benchmarks/scale.py --start-s 1800                # a scheduler takes half an hour to start the run again
+    python benchmarks/scale.py --restart-s 1800              # without spare nodes: a scheduler takes half an hour
     python benchmarks/scale.py -- --model Qwen/Qwen3-235B-A22B --nodes 128 --gpu h100 --gpus-per-node 8 --async
 
 The plan is that of `rlctl plan` with the flags behind `--`. Rates and times are arguments, with published or measured
@@ -61,7 +61,7 @@ def failures_of(plan: dict[str, Any], parameters: float, args: argparse.Namespac
     step_s = plan["seconds"]["total"]
     interval_s = max(step_s, 60 * args.checkpoint_minutes)  # saves come between steps
     of_policy = {
-        "notice": args.notice_s, "start": args.start_s, "read the checkpoint": disk_s,
+        "notice": args.notice_s, "start": args.restart_s, "read the checkpoint": disk_s,
         "repeat half the time between saves": interval_s / 2, "save not yet written": disk_s,
     }  # fmt: skip
     # The policy goes on until it needs the rollouts of the lost engine, which begin again; at worst it waits for them.
@@ -80,7 +80,7 @@ def main() -> None:
         ("days", 54.0, "its days"),
         ("gpus", 16384.0, "its GPUs"),
         ("notice-s", 60.0, "seconds until a lost host is noticed"),
-        ("start-s", 89.0, "seconds from the command to step 1, without reading the checkpoint"),
+        ("restart-s", 25.0, "seconds until the policy has started again, without reading the checkpoint"),
         ("engine-s", 60.0, "seconds until a new engine has started"),
         ("disk-gb-s", 1.07, "GB/s that a node reads or writes with flushing"),
         ("checkpoint-minutes", 5.0, "run.checkpoint_minutes"),

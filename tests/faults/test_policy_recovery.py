@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from rlctl.cluster.memory_files import SHARED_MEMORY
 from rlctl.telemetry.metrics import read_metrics
-from support.runs import LIMIT_S, command, finish, layout, results, started, wait_for, wait_for_step, worker_name
+from support.runs import (
+    LIMIT_S,
+    command,
+    finish,
+    layout,
+    results,
+    started,
+    wait_for,
+    wait_for_step,
+    wait_until_gone,
+    worker_name,
+)
 
 OF_RECOVERY = ("policy_restarts", "policy_failure")
 HOLD = """
@@ -67,6 +82,48 @@ def test_a_lost_policy_rank_is_started_again_and_the_run_computes_the_same(tiny_
     assert said.count("policy rank 0") >= 2
     assert restarts(run_dir) == 2
     assert without_recovery(run_dir) == results(tmp_path / "whole")
+
+
+def folders_in_memory() -> set[Path]:
+    return set(SHARED_MEMORY.glob("rlctl-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "sizes"), [("megatron", ("tp=1", "dp=2")), ("dtensor", ("tp=1", "dp=2"))], ids=["megatron", "dtensor"]
+)
+def test_a_lost_policy_goes_on_from_memory_after_the_last_step(tiny_llama, tmp_path, backend, sizes):
+    """There is no checkpoint on disk. The second time the driver is killed, and nothing is left in memory."""
+    before = folders_in_memory()
+    more = ("--backend", backend, *layout(*sizes), "--set", "run.checkpoint_every=0", "--steps", "8")
+    whole = finish(slow_run(tiny_llama, tmp_path / "whole", *more))
+    assert whole.returncode == 0, whole.stderr
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    more = (*more, "--set", "run.memory_checkpoint_every=1")
+    with started(slow_run(tiny_llama, run_dir, *more), log) as run:
+        wait_for_step(run, run_dir, 3, log)
+        assert len(folders_in_memory() - before) == 1
+        rank(run, run_dir, "policy-1").kill()
+        wait_for_step(run, run_dir, 6, log)
+        family = run.family()
+        workers = [one for one in family if worker_name(one, run_dir) is not None]
+        run.kill()
+        run.wait(30)
+        wait_until_gone(workers, family)
+    said = log.read_text()
+    assert "Traceback" not in said
+    assert re.search(r"goes on from memory, where its state after step [234] is", said)
+    assert not re.search(r"trains again on ([2-9]|\d\d) batch", said)
+    lines = without_recovery(run_dir)
+    assert lines == results(tmp_path / "whole")[: len(lines)]
+    assert wait_for_none(lambda: folders_in_memory() - before)
+
+
+def wait_for_none(left: Callable[[], object]) -> bool:
+    deadline = time.monotonic() + 30
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not left()
 
 
 @pytest.mark.slow

@@ -6,11 +6,12 @@ import subprocess
 
 import pytest
 
-from rlctl.errors import MachineError
+from rlctl.errors import ConfigError, MachineError
 from rlctl.methods.configuration import resolve
+from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
 from rlctl.planner import from_config
-from rlctl.planner.from_config import local_gpus, moment_bytes
+from rlctl.planner.from_config import cluster_from_config, local_gpus, moment_bytes
 from rlctl.planner.result import Plan
 from rlctl.telemetry.phases import Phase
 from support.plans import plan_of
@@ -55,6 +56,14 @@ def test_a_driver_that_hangs_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(from_config.subprocess, "run", hang)
     with pytest.raises(MachineError, match="nvidia-smi did not answer"):
         local_gpus()
+
+
+def test_spare_nodes_are_left_out_of_the_plan() -> None:
+    cluster = {"gpu": "h100", "gpus_per_node": 8, "nodes": 4}
+    found = cluster_from_config(RlConfig.model_validate({"cluster": cluster | {"spare_nodes": 1}}), "h100")
+    assert found == cluster_from_config(RlConfig.model_validate({"cluster": cluster | {"nodes": 3}}), "h100")
+    with pytest.raises(ConfigError, match=r"cluster\.spare_nodes = 4 leaves none of the 4 node"):
+        cluster_from_config(RlConfig.model_validate({"cluster": cluster | {"spare_nodes": 4}}), "h100")
 
 
 def test_the_optimizers_moments_are_planned() -> None:

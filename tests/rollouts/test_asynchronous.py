@@ -317,6 +317,45 @@ def test_a_lost_engine_is_replaced_when_the_others_can_answer(make: Any) -> None
     assert positions(found[0]) == [0, 1]
 
 
+def test_an_engine_and_the_policy_that_are_lost_together_cost_no_group(make: Any) -> None:
+    """The refit of the new engine fails; the batch is asked for again when the policy is back."""
+    source, engines, sync = make()
+    recover = sync.recover
+
+    def fail_after(error: Exception, version: int) -> None:
+        recover(error, version)
+        sync.recover = recover
+        raise WorkerError("policy rank 0 died")
+
+    engines.dead.add("a")
+    sync.recover = fail_after
+    with pytest.raises(WorkerError, match="policy rank 0 died"):
+        source.next(0)
+    assert positions(source.next(0)) == [0, 1]
+    assert positions(source.next(1)) == [2, 3]
+    assert sync.recovered == [0]
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "keep"])
+def test_a_scorer_that_is_lost_with_the_policy_scores_again_when_it_is_back(
+    make: Any, monkeypatch: pytest.MonkeyPatch, in_flight: str
+) -> None:
+    source, _, _ = make(in_flight)
+    score, dead = source._groups.scored, [True]
+
+    def scored(*given: Any) -> Any:
+        if dead:
+            raise WorkerError("reward rank 0 died")
+        return score(*given)
+
+    monkeypatch.setattr(source._groups, "scored", scored)
+    for _ in range(2):  # it is not back the second time
+        with pytest.raises(WorkerError, match="reward rank 0 died"):
+            source.next(0)
+    dead.clear()
+    assert [positions(source.next(version)) for version in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_an_error_of_a_scorer_ends_the_wait(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asynchronous, "MARGIN_S", 0.0)
 

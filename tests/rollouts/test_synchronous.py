@@ -154,6 +154,28 @@ def test_a_state_that_is_no_ledger_is_refused(asked: list[GroupRequest]) -> None
         source().restore({"trained": [[0, 2]], "finished": [[3, 3]], "under_way": []}, Path())
 
 
+def test_a_call_that_fails_is_repeated_for_the_same_positions(asked: list[GroupRequest]) -> None:
+    """The policy is lost when it is to take the devices, with all groups sampled."""
+    turns = Turns()
+    generating, fails = turns.generating, [True]
+
+    @contextlib.contextmanager
+    def lost() -> Iterator[int]:
+        with generating() as freed:
+            yield freed
+        if fails:
+            fails.clear()
+            raise WorkerError("policy rank 0 died")
+
+    turns.generating = lost  # type: ignore[method-assign]
+    sampled = source(turns)
+    with pytest.raises(WorkerError, match="policy rank 0 died"):
+        sampled.next(VERSION)
+    assert [group.position for group in sampled.next(VERSION).groups] == [0, 1, 2]
+    assert [group.position for group in sampled.next(VERSION).groups] == [3, 4, 5]
+    assert asked[:3] == asked[3:6]
+
+
 def test_seeds_differ_in_every_coordinate_and_repeat() -> None:
     seeds = {sample_seed(*place) for place in np.ndindex(4, 5, 6)}
     assert len(seeds) == 4 * 5 * 6

@@ -25,7 +25,7 @@ class Prompts:
     def __init__(self) -> None:
         self.observed = 0
 
-    def request(self, position: int, row: PromptRow, seeds: Sequence[int], run_seed: int) -> GroupRequest:
+    def group_request(self, position: int, row: PromptRow, seeds: Sequence[int], run_seed: int) -> GroupRequest:
         return GroupRequest(position, tuple(self.tokens(row)), tuple(seeds))
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:

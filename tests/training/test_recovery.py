@@ -66,6 +66,9 @@ class Mortal(Recorder):
 
     def end(self) -> None: ...
 
+    def keep(self, step: int) -> None:
+        self._called()
+
     def lose(self) -> None: ...
 
     def start(self, newest: int) -> int:

@@ -276,16 +276,16 @@ class PolicyWorker(WeightSource, Protocol):
         """List the trained parameters of this rank with a value that is not finite; not collective."""
         ...
 
-    def save_begin(self, directory: Path | str) -> None:
-        """Snapshot model, optimizer and random state and start writing them into `directory`, one save at a time. Not
-        atomic."""
+    def save_begin(self, directory: Path | str, in_memory: bool = False) -> None:
+        """Snapshot model, optimizer and random state and start writing them into `directory`, one save of a kind at a
+        time. Not atomic. `in_memory`: each host has such a directory in its memory."""
 
-    def save_written(self) -> bool:
+    def save_written(self, in_memory: bool = False) -> bool:
         """Return whether `save_finish` would return at once. Not collective; allowed also between `sleep` and
         `wake`."""
         ...
 
-    def save_finish(self) -> dict[str, str]:
+    def save_finish(self, in_memory: bool = False) -> dict[str, str]:
         """Wait until the checkpoint is complete on all ranks; return the digests of this rank's files."""
         ...
 

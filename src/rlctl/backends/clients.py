@@ -47,8 +47,8 @@ class PolicyClient:
     ) -> None:
         """`micro_batch_tokens`: row limit, at least the longest rollout (with `whole_groups`, the longest group, which
         shares a row)."""
-        self.group, self.parallel, self._row_multiple = group, spec.parallel, spec.row_multiple
-        self._micro_batch_tokens = micro_batch_tokens
+        self.group = group
+        self.lay_out(spec, micro_batch_tokens)
         self._reads_others = spec.valued and spec.teaches is not None
         """It has its own tokenizer, so texts may be longer than the policy's."""
         self.teacher: Teacher | None = None
@@ -62,6 +62,11 @@ class PolicyClient:
             "share_prompts": training.share_prompts and packs,
             "whole_groups": whole_groups,
         }
+
+    def lay_out(self, spec: PolicySpec, micro_batch_tokens: int) -> None:
+        """Give batches to the ranks of such a policy from here on."""
+        self.parallel, self._row_multiple = spec.parallel, spec.row_multiple
+        self._micro_batch_tokens = micro_batch_tokens
 
     def lost(self) -> RlctlError | None:
         """Return the fault of the ranks: a rank is gone, does not answer, or has a broken device."""
@@ -161,15 +166,16 @@ class PolicyClient:
         """List the trained parameters, of any rank, with a value that is not finite."""
         return sorted({name for part in self.group.call(PolicyWorker.parameters_not_finite) for name in part})
 
-    def save_begin(self, directory: Path) -> None:
-        self.group.call(PolicyWorker.save_begin, directory)
+    def save_begin(self, directory: Path, in_memory: bool = False) -> None:
+        self.group.call(PolicyWorker.save_begin, directory, in_memory)
 
-    def save_written(self) -> bool:
-        return all(self.group.call(PolicyWorker.save_written))
+    def save_written(self, in_memory: bool = False) -> bool:
+        return all(self.group.call(PolicyWorker.save_written, in_memory))
 
-    def save_finish(self) -> dict[str, str]:
+    def save_finish(self, in_memory: bool = False) -> dict[str, str]:
         """Wait until the save is complete; return the digest of each file."""
-        return {name: digest for part in self.group.call(PolicyWorker.save_finish) for name, digest in part.items()}
+        parts = self.group.call(PolicyWorker.save_finish, in_memory)
+        return {name: digest for part in parts for name, digest in part.items()}
 
     def damaged_files(self, directory: Path, digests: dict[str, str]) -> list[str]:
         damaged = self.group.call(PolicyWorker.damaged_files, directory, digests)

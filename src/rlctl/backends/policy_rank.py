@@ -131,7 +131,8 @@ class PolicyRank(WeightSource, ABC):
         """Where the weights were loaded from."""
         self._base = dict[str, Tensor]()
         """Base weights of adapted layers after the first step, in host memory and in the compute dtype."""
-        self._save: Save | None = None
+        self._saves = dict[bool, Save]()
+        """Saves under way: to the run's directory (False), and to memory (True)."""
         self._offloaded: list[Offloaded] = []
         self._host_memory: HostMemory | None = None
         self.movement: Movement | None = None
@@ -202,8 +203,8 @@ class PolicyRank(WeightSource, ABC):
         """Move weights, optimizer and reference of this model to host memory."""
 
     @abstractmethod
-    def begin_save(self, directory: Path) -> Save:
-        """Take a snapshot for an existing empty directory and start writing it."""
+    def begin_save(self, directory: Path, *, in_memory: bool = False) -> Save:
+        """Take a snapshot for an existing empty directory and start writing it; saves to memory and others may meet."""
 
     @abstractmethod
     def load_checkpoint(self, directory: Path) -> None:
@@ -492,28 +493,27 @@ class PolicyRank(WeightSource, ABC):
 
     # --- checkpoints
 
-    def save_begin(self, directory: Path | str) -> None:
-        self._save = self.begin_save(Path(directory))
+    def save_begin(self, directory: Path | str, in_memory: bool = False) -> None:
+        self._saves[in_memory] = self.begin_save(Path(directory), in_memory=in_memory)
         if self.critic is not None:
             place = Path(directory, CRITIC)
             place.mkdir(exist_ok=True)  # each rank makes sure of it
             with self._critics_turn():
-                self.critic.save_begin(place)
+                self.critic.save_begin(place, in_memory)
 
     def keep_saved(self) -> None:
         """Call before weights or optimizer states change: a save under way may be reading them."""
-        if self._save is not None:
-            self._save.snapshot.keep()
+        for save in self._saves.values():
+            save.snapshot.keep()
 
-    def save_written(self) -> bool:
-        return (self._save is None or self._save.written) and (self.critic is None or self.critic.save_written())
+    def save_written(self, in_memory: bool = False) -> bool:
+        save, critic = self._saves.get(in_memory), self.critic
+        return (save is None or save.written) and (critic is None or critic.save_written(in_memory))
 
-    def save_finish(self) -> dict[str, str]:
-        save, self._save = self._save, None
-        assert save is not None  # `save_begin` came before
-        digests = save.finish()
+    def save_finish(self, in_memory: bool = False) -> dict[str, str]:
+        digests = self._saves.pop(in_memory).finish()
         if self.critic is not None:
-            digests |= {f"{CRITIC}/{name}": digest for name, digest in self.critic.save_finish().items()}
+            digests |= {f"{CRITIC}/{name}": digest for name, digest in self.critic.save_finish(in_memory).items()}
         return digests
 
     def damaged_files(self, directory: Path | str, digests: dict[str, str]) -> list[str]:

@@ -112,6 +112,13 @@ class Placement:
             by_node.setdefault(bundle.node_id, set()).add(now.get(bundle.index))
         return all(len(nodes) == 1 and nodes <= alive for nodes in by_node.values())
 
+    def standing(self) -> tuple[Bundle, ...]:
+        """Return the bundles whose node is not lost."""
+        import ray
+
+        now, alive = self._nodes(), {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return tuple(one for one in self.bundles if one.node_id in alive and now.get(one.index) == one.node_id)
+
     def moved(self, bundles: Sequence[Bundle]) -> bool:
         """Whether `bundles` stand and some changed their node. A host that comes back counts as a new node."""
         now = self._nodes()

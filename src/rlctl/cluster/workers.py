@@ -380,6 +380,11 @@ class WorkerGroup(Generic[W_co]):
         """Return the peak memory of each rank's process in bytes; see `WorkerHost.peak_memory`."""
         return PendingCall(self, "peak_memory", [host.peak_memory.remote() for host in self.hosts]).results()
 
+    def gone(self) -> bool:
+        """Whether a process is known to have ended."""
+        calls = PendingCall(self.within(USAGE_LIMIT_S), "usage", [host.usage.remote() for host in self.hosts])
+        return any(isinstance(found, WorkerDiedError) for found in calls.outcomes())
+
     def usage(self) -> list[Usage]:
         """Return the usage of the processes and their nodes, without ranks that do not answer in time."""
         calls = PendingCall(self.within(USAGE_LIMIT_S), "usage", [host.usage.remote() for host in self.hosts])

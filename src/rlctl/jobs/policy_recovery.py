@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from rlctl.backends.clients import PolicyClient, Teacher
-from rlctl.errors import RlctlError
-from rlctl.preparation.prepare import Job
+from rlctl.config.load import PLANNER
+from rlctl.errors import ConfigError, MachineError, NoPlanError, RlctlError, WaitTimeoutError, WorkerError
+from rlctl.planner.make_plan import refuse_unrunnable
+from rlctl.preparation.memory_hosts import MemoryHosts
+from rlctl.preparation.prepare import Job, step_plan
 from rlctl.preparation.run_workers import RunWorkers
 from rlctl.refit.sync import WeightSync
-from rlctl.runs.directory import Checkpoint, RunDirectory
+from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.display import Display
+from rlctl.training.memory_checkpoints import MemoryCheckpoints
 from rlctl.training.recovery import NoRecovery, Recovery
 from rlctl.training.saving import Saver, intact
+
+PLACE_S = 30.0
+"""Seconds in which Ray finds another place for the ranks of a lost host, if there is one."""
 
 
 def load_policy(job: Job, display: Display, policy: PolicyClient, teacher: PolicyClient | None) -> None:
@@ -45,17 +55,42 @@ def recovery_of(
     limit = job.config.cluster.policy_restarts
     if not limit:
         return NoRecovery()
-    return Recovery(RunPolicy(job, run, workers, sync, display), saver, limit, display.say)
+    memory = None
+    if every := job.plan.memory_checkpoint_every:
+        assert workers.again is not None  # it is a run's
+        hosts = MemoryHosts(workers.again.places, workers.again.start_memory, run.path / "memory_checkpoint")
+        limit_s = job.config.cluster.step_limit_s
+        memory = MemoryCheckpoints(workers.policy, hosts, every, limit_s, display.say)
+    return Recovery(RunPolicy(job, run, workers, sync, memory, display), saver, limit, display.say)
+
+
+def smaller(job: Job, nodes: int) -> Job:
+    """Return a job with its policy planned again, for so many nodes. Its engines keep their layout, unless they share
+    the policy's devices. Raises as `step_plan`."""
+    decided = {key for key, origin in job.resolved.origin.items() if origin == PLANNER}
+    again = {key for key in decided if job.plan.colocated or not key.startswith("generation.")}
+    fewer = {"cluster.nodes": nodes, "cluster.spare_nodes": 0}
+    resolved = job.resolved.replacing(fewer, "a lost host", without={*again, "training.dp"})
+    plan = step_plan(resolved.config, job.facts, job.method, job.prompts, None, None)
+    refuse_unrunnable(plan)
+    return replace(job, resolved=resolved.with_plan(plan), plan=plan)
 
 
 class RunPolicy:
     """Methods as in `TrainedPolicy`."""
 
     def __init__(
-        self, job: Job, run: RunDirectory, workers: RunWorkers, sync: WeightSync | None, display: Display
+        self,
+        job: Job,
+        run: RunDirectory,
+        workers: RunWorkers,
+        sync: WeightSync | None,
+        memory: MemoryCheckpoints | None,
+        display: Display,
     ) -> None:
+        """`memory` None: no checkpoints are in the hosts' memory."""
         assert workers.again is not None  # it is a run's
-        self._job, self._run, self._display = job, run, display
+        self._job, self._run, self._memory, self._display = job, run, memory, display
         self._workers, self._again, self._sync = workers, workers.again, sync
         self._teacher_lost = False
 
@@ -69,26 +104,80 @@ class RunPolicy:
         self._again.policy.kill()
         if self._teacher_lost and self._again.teacher is not None:
             self._again.teacher.kill()
+        if self._memory is not None:
+            self._memory.lose()
         if self._sync is not None:
             self._sync.devices.begin_again()
+
+    def keep(self, step: int) -> None:
+        if self._memory is not None:
+            self._memory.begin(step)
 
     def start(self, newest: int) -> int:
         policy, teacher = self._workers.policy, self._workers.teacher
         self._display.doing("starting the policy again")
-        self._again.start_policy()
+        self._start_processes()
+        self._again.start_scorers()
+        if self._memory is not None:
+            self._memory.renew()
         load_first(self._job, self._display, policy)
         if self._teacher_lost and teacher is not None:
             self._again.start_teacher()
             load_teacher(self._job, self._display, policy, teacher)
-        found = self._checkpoint(newest)
-        if found is None:
-            return 0
-        policy.load_saved(found.policy)
-        return found.step
+        step, directory = self._newest(newest)
+        if directory is not None:
+            policy.load_saved(directory)
+        return step
 
-    def _checkpoint(self, newest: int) -> Checkpoint | None:
-        found = [one for one in self._run.checkpoints() if one.step <= newest]
-        return intact(found, self._run, self._workers.policy, self._display.say)
+    def _start_processes(self) -> None:
+        """Start the processes; again where Ray has missed one of their hosts only meanwhile."""
+        while True:
+            self._find_places()
+            try:
+                self._again.start_policy()
+                return
+            except WorkerError:
+                if self._again.all_stand:
+                    raise
+
+    def _find_places(self) -> None:
+        """Find places for the policy's ranks, or plan again for those that are left."""
+        try:
+            self._again.find_places(PLACE_S)
+        except WaitTimeoutError:
+            if not self._plan_again():
+                self._again.find_places(self._job.config.cluster.start_timeout_s)
+
+    def _plan_again(self) -> bool:
+        (places, nodes), before = self._again.standing(), self._job.plan
+        try:
+            if self._workers.teacher is not None:
+                raise NoPlanError("its teacher has no other layout")
+            self._job = smaller(self._job, nodes)
+            assert self._job.plan.training is not None  # the run trains
+            if (wanted := self._job.plan.training.parallel.world_size) > places:
+                raise NoPlanError(f"the new plan needs {wanted} devices")
+        except (NoPlanError, ConfigError, MachineError) as error:
+            self._display.say(f"a host of the policy is lost, and no plan fits the {places} device(s) left: {error}")
+            return False
+        self._display.say(
+            f"a host of the policy is lost: going on with {self._job.plan.name()} in place of {before.name()}; the "
+            "numbers are the same within rounding, not bitwise"
+        )
+        spec = self._job.workers_spec()
+        self._again.go_on_with(spec)
+        self._workers.policy.lay_out(spec.policy, spec.micro_batch_tokens)
+        return True
+
+    def _newest(self, most: int) -> tuple[int, Path | None]:
+        """Return the newest state of step `most` at most, and its folder; None: the run began with it."""
+        saved = [one for one in self._run.checkpoints() if one.step <= most]
+        least = saved[-1].step if saved else 0
+        if self._memory is not None and (kept := self._memory.newest(least, most)) is not None:
+            self._display.say(f"the policy goes on from memory, where its state after step {kept[0]} is")
+            return kept
+        found = intact(saved, self._run, self._workers.policy, self._display.say)
+        return (0, None) if found is None else (found.step, found.policy)
 
     def rejoin(self, version: int) -> None:
         if self._sync is None:

@@ -122,6 +122,18 @@ def visible(rows: Sequence[tuple[str, ...]], visible_ids: str | None) -> list[tu
 
 
 def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> ClusterFacts:
+    """Return the configured cluster without its spare nodes. Raises as `_whole_cluster`, and ConfigError where all
+    nodes are spare."""
+    whole, spare = _whole_cluster(config, assume), config.cluster.spare_nodes
+    if spare >= whole.nodes:
+        raise ConfigError(
+            f"cluster.spare_nodes = {spare} leaves none of the {whole.nodes} node(s) (cluster.nodes) to compute on.",
+            "Set it lower, or give more with --nodes.",
+        )
+    return replace(whole, nodes=whole.nodes - spare)
+
+
+def _whole_cluster(config: RlctlConfig, assume: str | None) -> ClusterFacts:
     """Return the configured cluster. `gpu: auto` is this machine; if it lacks requested GPUs, `assume` is the type
     (None: raise MachineError)."""
     section, count = config.cluster, config.cluster.gpus_per_node
@@ -390,6 +402,7 @@ def plan_from_config(
         own_layers=unfused and not cluster.is_cpu,
         saves=config.run.save_final or config.run.checkpoint_every != 0,
         save_copies=config.run.save_copies,
+        memory_checkpoint_every=config.run.memory_checkpoint_every if config.cluster.policy_restarts else 0,
         dispatcher="flex" if flex else "alltoall",
         discards=config.engine_settings is not None and config.engine_settings.generation.discard_weights,
     )  # fmt: skip

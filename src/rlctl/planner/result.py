@@ -75,6 +75,8 @@ class Plan:
     """Bytes of one node."""
     save_copies: bool
     """Saves copy states to host memory and are written beside training; else training waits."""
+    memory_checkpoint_every: int
+    """Interval of checkpoints in the memory of hosts, in steps; 0: none."""
     seconds: dict[Phase, float]
     mfu: float
     mover: str | None

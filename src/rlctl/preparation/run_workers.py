@@ -26,6 +26,7 @@ from rlctl.backends.lookup import EngineBackend, PolicyBackend, engine_backend, 
 from rlctl.backends.messages import Sampling, Truncation
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster import hangs
+from rlctl.cluster.memory_files import MemoryFiles
 from rlctl.cluster.placement import Bundle, Placement
 from rlctl.cluster.ray_session import fetch
 from rlctl.cluster.worker_host import EarlyHost, EarlyHosts
@@ -55,12 +56,15 @@ if TYPE_CHECKING:
 
 POLICY_PROCESS = "rlctl.refit.weight_sender:policy_process"
 ENGINE_PROCESS = "rlctl.rollouts.episodes:engine_process"
+MEMORY_FILES = "rlctl.cluster.memory_files:MemoryFiles"
 REWARD_WORKER = "rlctl.rewards.reward_worker:RewardWorker"
 Scorers = tuple[WorkerGroup[RewardWorker] | None, WorkerGroup[RewardWorker] | None]
 """The scorer of training and the scorer of validation, where they exist."""
 # Calls that an engine takes at a time where a refit may come into a generation: `generate`, `submit`, `collect`, the
 # refit, and one that looks.
 ENGINE_CALLS = 5
+MEMORY_CALLS = 4
+"""Calls that an owner of files in memory takes at a time: it may copy from a host that copies from it."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +247,8 @@ def start_run_workers(
                 call.results()
             if engines is not None:
                 engines.ready()
-        client = EngineClient(engines, keeps=spec.own_nodes) if engines is not None else None
-        again = Again(start, spec, processes, teacher_ranks)
+        client = EngineClient(engines, keeps=_on_several_nodes(start)) if engines is not None else None
+        again = Again(start, spec, processes, teacher_ranks, [*filter(None, (reward, validation))])
         yield RunWorkers(spec, policy, senders, client, reward, validation, teacher, again)
 
 
@@ -257,6 +261,11 @@ def start_engines(spec: EnginesSpec, limits: ClusterConfig, log_dir: Path) -> It
         start.ready()
         engines.within(limits.start_timeout_s).call(EpisodeWorker.start)
         yield EngineClient(engines)
+
+
+def _on_several_nodes(start: _Start) -> bool:
+    """Whether what engines made may be lost with another host than the driver's."""
+    return len({one.node_id for place in start.placements for one in place.bundles}) > 1
 
 
 def meet(ranks: WorkerGroup[PolicyWorker], timeout_s: float) -> None:
@@ -274,23 +283,20 @@ class Again:
         spec: RunWorkersSpec,
         policy: WorkerGroup[PolicyProcess],
         teacher: WorkerGroup[PolicyWorker] | None,
+        scorers: Sequence[WorkerGroup[RewardWorker]],
     ) -> None:
         self._start, self._spec, self.policy, self.teacher = start, spec, policy, teacher
+        self.scorers = scorers
 
     def start_policy(self) -> None:
         """Start the policy's processes, which were ended, where their devices are now."""
-        self._renew()
         self._put_in_place(self.policy, self._start.policy(self._spec))
         meet(self.policy.held(PolicyProcess.rank), self._spec.limits.start_timeout_s)
 
-    def start_teacher(self) -> None:
-        assert self.teacher is not None  # a run with one asks
-        assert self._spec.teacher is not None
-        self._put_in_place(self.teacher, self._start.teacher(self._spec, self._spec.teacher))
-        meet(self.teacher, self._spec.limits.start_timeout_s)
-
-    def _renew(self) -> None:
-        place, limit_s = self._start.of_policy, self._spec.limits.start_timeout_s
+    def find_places(self, limit_s: float) -> None:
+        """Learn where the policy's devices are now. Raises WaitTimeoutError where Ray has no other place for those of a
+        lost host after a time."""
+        place = self._start.of_policy
         try:
             place.bundles = place.renewed(place.bundles, limit_s)
         except TimeoutError:  # Ray's GetTimeoutError is one too
@@ -298,6 +304,46 @@ class Again:
                 f"Ray found no place for the policy in {limit_s:.0f} s.",
                 "Bring its host back, or raise cluster.start_timeout_s.",
             ) from None
+
+    @property
+    def all_stand(self) -> bool:
+        """Whether no host of the places is known to be lost."""
+        return len(self._start.of_policy.standing()) == len(self._start.of_policy.bundles)
+
+    def standing(self) -> tuple[int, int]:
+        """Return the places that are left, and their nodes."""
+        left = self._start.of_policy.standing()
+        return len(left), len({one.node_id for one in left})
+
+    def go_on_with(self, spec: RunWorkersSpec) -> None:
+        """Start a policy of another layout from here on, on the places that are left."""
+        self._spec = replace(self._spec, policy=spec.policy, micro_batch_tokens=spec.micro_batch_tokens)
+        self._start.of_policy.bundles = self._start.of_policy.standing()
+
+    def start_scorers(self) -> None:
+        """Start scorers whose host was lost."""
+        for group in self.scorers:
+            if group.gone():
+                plan = self._spec.validation if group.name == "validation" else self._spec.reward
+                assert plan is not None  # its scorer was started
+                self._put_in_place(group, self._start.scorer(plan, group.name))
+                group.within(self._spec.limits.start_timeout_s).call(RewardWorker.setup)
+
+    def places(self) -> tuple[Bundle, ...]:
+        """Return the places of the policy's ranks of today."""
+        return self._start.of_policy.bundles[: self._spec.policy.parallel.world_size]
+
+    def start_memory(self, place: Bundle, folder: str) -> WorkerGroup[MemoryFiles]:
+        """Start the process that owns a folder in the memory of the host of `place`."""
+        group = self._start.memory(place, folder)
+        group.ready()
+        return group
+
+    def start_teacher(self) -> None:
+        assert self.teacher is not None  # a run with one asks
+        assert self._spec.teacher is not None
+        self._put_in_place(self.teacher, self._start.teacher(self._spec, self._spec.teacher))
+        meet(self.teacher, self._spec.limits.start_timeout_s)
 
     def _put_in_place(self, group: WorkerGroup[Any], new: WorkerGroup[Any]) -> None:
         self._start.groups.remove(new)  # the one whose place it takes is there
@@ -379,10 +425,15 @@ class _Start:
         then = EpisodeWorker.start if loads else None
         return self._group("engine", ENGINE_PROCESS, engines, self.of_engines, concurrency=calls, then=then)
 
+    def memory(self, place: Bundle, folder: str) -> WorkerGroup[MemoryFiles]:
+        number = sum(group.name.startswith("memory") for group in self.groups)
+        owner = WorkerSpec({"folder": folder}, (place,), {"CUDA_VISIBLE_DEVICES": ""})
+        return self._group(f"memory{number}", MEMORY_FILES, [owner], self.of_policy, concurrency=MEMORY_CALLS)
+
     def scorers(self, spec: RunWorkersSpec) -> Scorers:
         return (
-            self._scorer(spec.reward, "reward") if spec.reward is not None else None,
-            self._scorer(spec.validation, "validation") if spec.validation is not None else None,
+            self.scorer(spec.reward, "reward") if spec.reward is not None else None,
+            self.scorer(spec.validation, "validation") if spec.validation is not None else None,
         )
 
     def try_rewards(self, scorers: Scorers, tell: Callable[[str], None]) -> None:
@@ -400,7 +451,7 @@ class _Start:
                     told.add(note)
                     tell(f"note: on {place}: {note}")
 
-    def _scorer(self, plan: Rewards, name: str) -> WorkerGroup[RewardWorker]:
+    def scorer(self, plan: Rewards, name: str) -> WorkerGroup[RewardWorker]:
         # No device of its own, and none visible: scorers run user code.
         env = {"CUDA_VISIBLE_DEVICES": ""}
         worker = WorkerSpec({"plan": plan, "fetch": fetch, "apart": True}, (self.of_policy.bundles[0],), env)

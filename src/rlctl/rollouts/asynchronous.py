@@ -97,13 +97,11 @@ class AsynchronousSource:
         """Engines that failed, and how."""
         self._trouble: BaseException | None = None
         """An error in a thread that ends the run."""
+        self._ended: threading.Thread | None = None
+        """The thread of that error."""
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
-            for name, work in (("rollouts", self._collect), ("scores", self._score))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        self._start_threads()
         if self._waits:
             sync.before_refit = self.wait_for_samples
 
@@ -116,7 +114,9 @@ class AsynchronousSource:
             thread.join(timeout=2 * LOOK_S)
 
     def next(self, version: int) -> RolloutBatch:
-        """Return the next batch when complete, and begin groups admitted under `version`."""
+        """Return the next batch when complete, and begin groups admitted under `version`. After an error of a process
+        it can be called again."""
+        self._go_on()
         with self._timer(Phase.WAITING), self._sync.generating() as freed_bytes:
             self._wait(lambda: self._may_admit() or None, "the policy", version)
             self._admit(version)
@@ -353,6 +353,28 @@ class AsynchronousSource:
 
     # Threads
 
+    def _go_on(self) -> None:
+        """Start threads again that an error of a process ended: it is raised again where the process is not back."""
+        with self._changed:
+            if not isinstance(self._trouble, WorkerError | WaitTimeoutError):
+                return
+            self._trouble, ended = None, self._ended
+        if ended is not None:
+            ended.join()
+        self._start_threads()
+
+    def _start_threads(self) -> None:
+        alive = {thread.name for thread in self._threads if thread.is_alive()}
+        works = (("rollouts", self._collect), ("scores", self._score))
+        new = [
+            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+            for name, work in works
+            if name not in alive
+        ]
+        self._threads = [thread for thread in self._threads if thread.name in alive] + new
+        for thread in new:
+            thread.start()
+
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             while not self._closed:
@@ -360,7 +382,7 @@ class AsynchronousSource:
         except BaseException as error:  # noqa: BLE001 - the waiting loop raises it
             with self._changed:
                 if not self._closed:
-                    self._trouble = error
+                    self._trouble, self._ended = error, threading.current_thread()
                 self._changed.notify_all()
 
     def _collect(self) -> None:

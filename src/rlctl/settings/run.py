@@ -217,6 +217,8 @@ class ClusterConfig(Section):
     times the slowest so far, at least 5 minutes."""
     engine_restarts: NonNegative = 3
     """Number of lost engines that a run replaces and refits; with 0 the run ends at the first loss."""
+    spare_nodes: Annotated[NonNegative, LAYOUT] = 0
+    """Number of the nodes that a run leaves free, to go on there when it loses one."""
     policy_restarts: NonNegative = 3
     """Number of times that a run restarts its policy after it lost ranks; with 0 the run ends at the first loss."""
 
@@ -295,6 +297,10 @@ class RunConfig(Section):
     save_copies: Annotated[bool | None, FREE] = None
     """Copy weights and optimizer states to host memory at a save, so that training goes on; false: copy nothing, and
     the next update waits until the checkpoint is written; unset: false on GPUs where host memory is short."""
+    memory_checkpoint_every: Annotated[NonNegative | None, FREE] = None
+    """Interval, in steps, of checkpoints in the memory of hosts, from which a lost policy starts again
+    (`cluster.policy_restarts`). With several nodes, each node's part is also in another node's memory. 0: none; unset:
+    on GPUs where host memory has room, as often as copying takes at most 3% of the time."""
     stop_within_s: Annotated[Seconds, FREE] = 300.0
     """Time limit for finishing and saving the current step after SIGTERM, SIGUSR1 or SIGHUP. Set it below the sender's
     grace period; the processes end within 15 s more."""

@@ -107,7 +107,7 @@ class Loop:
             batch = survive(self.sample, self)
         metrics = parts.method.batch_metrics(batch, version)
         metrics |= survive(partial(self.train_on, batch), self, trains=True)
-        parts.recovery.trained(self.step, version, batch)
+        parts.recovery.trained(version, batch, self)
         metrics |= {**survive(self.refit, self), **batch.metrics, **at_start}
         self.step, self._trained = step, metrics
         with self._saving_what_is_trained():

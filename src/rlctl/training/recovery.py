@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from rlctl.cluster.workers import WorkerDiedError, cause_of
@@ -17,6 +18,8 @@ from rlctl.rollouts.source import Batch
 from rlctl.training.saving import Saver
 
 T = TypeVar("T")
+MOST_TOKENS = 200_000_000
+"""Tokens of all batches that are kept; the columns of one take about 20 bytes, on disk where Ray's store is full."""
 LOSSES = (WorkerError, WaitTimeoutError)
 """Errors that may follow from a lost rank."""
 
@@ -30,6 +33,9 @@ class TrainedPolicy(Protocol):
 
     def end(self) -> None:
         """End its processes."""
+
+    def keep(self, step: int) -> None:
+        """Begin to keep its state after `step` where `start` finds it."""
 
     def start(self, newest: int) -> int:
         """Start its processes with the newest state that can be loaded, of step `newest` at most; return the state's
@@ -62,6 +68,10 @@ class Trained:
     """The weights that were trained on it."""
     batch: Batch
 
+    @property
+    def tokens(self) -> int:
+        return sum(one.tokens for group in self.batch.groups for one in group.sequences)
+
 
 class NoRecovery:
     """Lets errors pass: a run ends with the first loss of its policy."""
@@ -70,8 +80,8 @@ class NoRecovery:
         """Return what `part` returns. `trains`: it is done in the policy's turn on shared devices."""
         return part()
 
-    def trained(self, step: int, version: int, batch: Batch) -> None:
-        """Take note of a batch that the weights of `version` were trained on after `step` steps."""
+    def trained(self, version: int, batch: Batch, loop: Steps) -> None:
+        """Take note of a batch that the weights of `version` were trained on after the steps of `loop`."""
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of a step's policy losses."""
@@ -88,10 +98,14 @@ class Recovery(NoRecovery):
         self._since: list[Trained] = []
         self._causes: list[str] = []
 
-    def trained(self, step: int, version: int, batch: Batch) -> None:
+    def trained(self, version: int, batch: Batch, loop: Steps) -> None:
         """Keep the batch, and drop the batches that the newest checkpoint contains."""
+        step = loop.step
         self._since = [one for one in self._since if one.step >= self._saver.saved]
         self._since.append(Trained(step, version, batch))
+        while len(self._since) > 1 and sum(one.tokens for one in self._since) > MOST_TOKENS:
+            del self._since[0]
+        self.run(partial(self._policy.keep, step + 1), loop, trains=True)
 
     def metrics(self) -> dict[str, Any]:
         causes, self._causes = self._causes, []
@@ -145,7 +159,11 @@ class Recovery(NoRecovery):
         """Train again on the batches since the state of step `begun`."""
         again = [one for one in self._since if one.step >= begun]
         if self._since and begun < self._since[0].step:
-            raise RlctlError(f"The policy is back after step {begun}, and the batches since then are not kept.")
+            raise RlctlError(
+                f"The policy is back after step {begun}, and the batches of steps {begun + 1} to {self._since[0].step} "
+                "are no longer kept.",
+                "Save more often (run.checkpoint_every), or keep checkpoints in memory (run.memory_checkpoint_every).",
+            )
         if again:
             self._tell(f"the policy goes on after step {begun} and trains again on {len(again)} batch(es) since then")
         for one in again:

@@ -11,6 +11,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import NoPlanError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, LoraChoice, TrainingChoice
+from rlctl.planner.costs.checkpoint import save_of
 from rlctl.planner.costs.engines import generation_time, overhead_bytes, plan_kv, weight_bytes
 from rlctl.planner.costs.memory import (
     activation_bytes,
@@ -26,6 +27,7 @@ from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.request import Request, Workload
 from rlctl.planner.make_plan import make_plan
+from rlctl.planner.views.render import plan_text
 from rlctl.weights.vllm import VllmParallel, VllmWorld
 from support.catalog_models import model
 
@@ -85,6 +87,35 @@ def test_texts_are_not_trained_on_where_a_save_does_not_fit() -> None:
     assert waiting.host_memory < 96 * GIB
     assert make_plan(Request(facts, small, workload, saves=False)).host_memory < 96 * GIB
     assert make_plan(Request(facts, cluster, workload)).host_memory > 96 * GIB
+
+
+@pytest.mark.parametrize(("nodes", "copies"), [(1, 2), (2, 4)])
+def test_checkpoints_in_memory_are_two_and_on_several_nodes_twice(nodes: int, copies: int) -> None:
+    """Each has 14 bytes a parameter: a bfloat16 weight, a float32 one and two moments."""
+    cluster, facts = make_cluster("h100", nodes, 8), LLAMA_8B
+    workload, pins = Workload(rollouts=False, prompts=64, generations=1), {"training.dp": 8 * nodes, "training.tp": 1}
+    request = Request(facts, cluster, workload, pins)
+    without, with_them = (make_plan(replace(request, memory_checkpoint_every=every)) for every in (0, 1))
+    assert (without.memory_checkpoint_every, with_them.memory_checkpoint_every) == (0, 1)
+    added, state = with_them.host_memory - without.host_memory, count(facts).total * 14
+    of_a_node = state if nodes == 1 else count(facts).total * (12 / nodes + 2)  # each node's ranks hold all weights
+    assert added == pytest.approx(copies * of_a_node, rel=0.01)
+    assert "checkpoints in memory after each step" in plan_text(with_them, "llama")
+
+
+def test_checkpoints_in_memory_are_left_out_where_they_do_not_fit_and_take_few_of_the_seconds() -> None:
+    workload, facts = Workload(prompts=64, generations=8), LLAMA_8B
+    cluster = make_cluster("h100", 1, 8)
+    chosen = make_plan(Request(facts, cluster, workload, memory_checkpoint_every=None))
+    assert chosen.training is not None
+    every, copy_s = chosen.memory_checkpoint_every, save_of(chosen.request, chosen.training).copy_s
+    assert copy_s <= 0.03 * every * chosen.total_s
+    assert every == 1 or copy_s > 0.03 * (every - 1) * chosen.total_s
+    small = replace(cluster, device=replace(cluster.device, host_memory=chosen.host_memory - GIB))
+    short = make_plan(Request(facts, small, workload, memory_checkpoint_every=None))
+    assert short.memory_checkpoint_every == 0
+    assert "no checkpoints in memory" in plan_text(short, "llama")
+    assert make_plan(Request(facts, cluster, workload)).memory_checkpoint_every == 0
 
 
 def test_fsdp_shards_all_states_and_has_two_layers_whole() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,8 +84,10 @@ class DTensorWorker(PolicyRank):
         self._loss_scale = LossScale() if spec.dtype == "float16" else None
         self.movement = self.new_movement()
 
-    _save_group: Any = None
-    """The process group of saves, made by the first one."""
+    @cached_property
+    def _save_groups(self) -> dict[bool, Any]:
+        """The process groups of saves, each made by the first one of its kind."""
+        return {}
 
     @property
     def models(self) -> list[nn.Module]:
@@ -254,15 +257,15 @@ class DTensorWorker(PolicyRank):
             if value.requires_grad:
                 yield name.removeprefix("inner."), local_part(value.detach())
 
-    def begin_save(self, directory: Path) -> Save:
+    def begin_save(self, directory: Path, *, in_memory: bool = False) -> Save:
         from rlctl.backends.dtensor.checkpoint import DTensorSave
 
         with self._states_here():
             self._reshard()
-            # One for all saves: each new one connects every rank with every other.
-            self._save_group = self._save_group or torch.distributed.new_group(backend="gloo")
-            copies = self.spec.save_copies
-            save = DTensorSave(directory, self.saved(), self._trainer(), self._save_group, copies=copies)
+            # One for all saves of a kind, which follow each other: a new one connects every rank with every other.
+            if (group := self._save_groups.get(in_memory)) is None:
+                group = self._save_groups[in_memory] = torch.distributed.new_group(backend="gloo")
+            save = DTensorSave(directory, self.saved(), self._trainer(), group, copies=self.spec.save_copies)
             if self.spec.optimizer_offload:  # the states leave at the end of the block
                 save.snapshot.keep()
             return save

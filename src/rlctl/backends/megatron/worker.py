@@ -280,7 +280,7 @@ class MegatronWorker(PolicyRank):
                 if value.requires_grad:
                     yield self._name(core, name), value.detach()
 
-    def begin_save(self, directory: Path) -> Save:
+    def begin_save(self, directory: Path, *, in_memory: bool = False) -> Save:
         from rlctl.backends.megatron.checkpoint import MegatronSave
 
         self._gather_parameters()

@@ -328,6 +328,14 @@ def snapshot_bytes(facts: ModelFacts, choice: TrainingChoice, gpus: int) -> floa
     return ranks * master_and_moments(choice) * owned + element_bytes(choice) * weights
 
 
+def memory_checkpoint_bytes(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts) -> float:
+    """Return host bytes of a node's checkpoints in memory: the newest one and the next, with several nodes also those
+    of another node."""
+    ranks = max(1, cluster.gpus_per_node)
+    own = 2 * (1 + choice.critic) * snapshot_bytes(facts, choice, ranks)
+    return own * (2 if choice.parallel.world_size > ranks else 1)
+
+
 def host_memory(
     facts: ModelFacts,
     choice: TrainingChoice,

@@ -241,6 +241,8 @@ class Request:
     """Saves copy states to host memory; None: where it suffices."""
     discards: bool = False
     """Sleeping engines keep no copy of their weights before a refit."""
+    memory_checkpoint_every: int | None = 0
+    """Interval of checkpoints in the memory of hosts; 0: none; None: each step on GPUs, where it suffices."""
     own_layers: bool = False
     """Megatron's own layers train, and not TransformerEngine's fused ones."""
     dispatcher: Literal["alltoall", "flex"] = "alltoall"

@@ -10,6 +10,7 @@ from typing import Any
 from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
+from rlctl.planner.costs.checkpoint import save_of
 from rlctl.planner.costs.engines import generation_memory, generation_time, steady_generation_time, weight_bytes
 from rlctl.planner.costs.time import refit_time
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
@@ -24,6 +25,9 @@ from rlctl.planner.search.teacher_search import with_teachers
 from rlctl.telemetry.phases import Phase
 from rlctl.transport.available import choose, transport_facts
 from rlctl.transport.facts import Places
+
+MEMORY_CHECKPOINT_SHARE = 0.03
+"""Share of the time that checkpoints in memory take at most, where their interval is not set."""
 
 
 def feasible_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
@@ -319,17 +323,36 @@ def assemble(
     if host > cluster.device.host_memory and request.save_copies is None and request.saves and not cluster.is_cpu:
         copies = False
         host = _host_memory(request, training, generation, colocated, copies)
+    seconds = _calibrated(request, _seconds(request, training, generation, colocated, mover))
+    every, host = _memory_checkpoints(request, training, host, copies, sum(seconds.values()))
     return Plan(
         facts=request.facts, cluster=cluster, workload=request.workload, backend=request.backend,
         training=training.choice if training else None, generation=generation, colocated=colocated,
         micro_batches=timing.micro_batches(request, training.choice)[0] if training else 0,
         memory=_memory(request, training, generation, colocated),
-        host_memory=host, save_copies=copies,
-        seconds=_calibrated(request, _seconds(request, training, generation, colocated, mover)),
+        host_memory=host, save_copies=copies, memory_checkpoint_every=every,
+        seconds=seconds,
         mfu=mfu, mover=mover, pins=request.pins, teacher=training.teacher if training else None,
         engine_devices=engine_devices, request=request,
         rollouts_s=_rollout_seconds(request, training, generation) if generation else 0.0,
     )  # fmt: skip
+
+
+def _memory_checkpoints(
+    request: Request, training: search.TrainingCandidate | None, host: float, copies: bool, step_s: float
+) -> tuple[int, float]:
+    """Return the interval of checkpoints in memory, and a node's host memory with them. `step_s`: of a step, of which
+    they take `MEMORY_CHECKPOINT_SHARE` at most where the interval is not set."""
+    wanted, cluster = request.memory_checkpoint_every, request.cluster
+    if training is None or wanted == 0:
+        return 0, host
+    with_them = host + mem.memory_checkpoint_bytes(request.facts, training.choice, cluster)
+    if wanted is not None:
+        return wanted, with_them
+    if cluster.is_cpu or not copies or with_them > cluster.device.host_memory:
+        return 0, host
+    copy_s = save_of(request, training.choice).copy_s
+    return max(1, math.ceil(copy_s / (MEMORY_CHECKPOINT_SHARE * step_s))), with_them
 
 
 def _memory(

@@ -11,6 +11,7 @@ from rlctl.errors import NoPlanError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TEACHER_SIZES, TRAINING_CHOSEN
 from rlctl.planner.costs.checkpoint import save_of
+from rlctl.planner.costs.memory import memory_checkpoint_bytes
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Workload
@@ -240,7 +241,22 @@ def _memory_table(plan: Plan) -> list[str]:
         rows.append(
             f"    a save copies nothing, and training waits about {seconds:.0f} s until it is written: {reason}"
         )
+    rows += _memory_checkpoints(plan)
     return [row.rstrip() for row in rows]
+
+
+def _memory_checkpoints(plan: Plan) -> list[str]:
+    """Return the line on checkpoints in memory, where there are some or host memory is short."""
+    request = plan.request
+    if plan.training is None or request.memory_checkpoint_every == 0:
+        return []
+    size = memory_checkpoint_bytes(plan.facts, plan.training, plan.cluster) / GIB
+    if every := plan.memory_checkpoint_every:
+        steps = "each step" if every == 1 else f"every {every} steps"
+        return [f"    {size:,.0f} GiB of it: checkpoints in memory after {steps}"]
+    if plan.cluster.is_cpu:
+        return []
+    return [f"    no checkpoints in memory (run.memory_checkpoint_every): {size:,.0f} GiB more"]
 
 
 def _seconds_table(plan: Plan) -> list[str]:
