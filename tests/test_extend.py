@@ -109,7 +109,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rlctl(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(EXTEND.parents[1] / "src")])}
     command = [sys.executable, "-m", "rlctl", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
 
 
 @pytest.mark.long
