@@ -15,7 +15,7 @@ from rlctl.cluster import hangs, workers
 from rlctl.cluster.hangs import Look, look_of
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.errors import WaitTimeoutError
-from rlctl.transport.collective import ServedStore
+from rlctl.transport.process_group import ServedStore
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
