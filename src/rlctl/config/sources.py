@@ -26,8 +26,8 @@ ALGORITHM = "algorithm "
 """Beginning of the origin of a value that the algorithm sets."""
 PREFIX = "RLCTL_"
 OWN_VARIABLES = (
-    "RLCTL_ADDRESS", "RLCTL_CACHE_DIR", "RLCTL_DEBUG", "RLCTL_MACHINE_PROFILE", "RLCTL_MEGATRON_CHECKPOINT_DIR",
-    "RLCTL_NODE", "RLCTL_PLAIN_PARAMETERS",
+    "RLCTL_ADDRESS", "RLCTL_BIND_NUMA", "RLCTL_CACHE_DIR", "RLCTL_DEBUG", "RLCTL_MACHINE_PROFILE",
+    "RLCTL_MEGATRON_CHECKPOINT_DIR", "RLCTL_NODE", "RLCTL_PLAIN_PARAMETERS",
 )  # fmt: skip
 """Environment variables of rlctl that are no configuration keys."""
 
