@@ -129,7 +129,7 @@ class Peer:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from rlctl.preparation.prepare import prepare_job
+        from rlctl.preparation.job import prepare_job
         from rlctl.vector_math import warm_up
 
         torch.set_num_threads(threads)
@@ -256,7 +256,7 @@ def made_environment(place: Path) -> str:
 def measure_trl(model: Path, shape: Shape, args: argparse.Namespace, python: str) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
-    from rlctl.preparation.prepare import prepare_job
+    from rlctl.preparation.job import prepare_job
 
     config = resolved(model, shape, args.steps)
     prompts, tokenizer = prepare_job(config).prompts, AutoTokenizer.from_pretrained(model)

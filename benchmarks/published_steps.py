@@ -25,7 +25,7 @@ from rlctl.planner.inputs.constants import DEFAULTS, FITTED, RESOLUTION, Constan
 from rlctl.planner.make_plan import make_plan
 from rlctl.planner.result import Plan
 from rlctl.planner.search.feasible_plans import repriced
-from rlctl.preparation.prepare import shown_plan
+from rlctl.preparation.shown_plan import shown_plan
 from rlctl.telemetry.phases import Phase
 
 PHASES = {

@@ -20,8 +20,10 @@ from pathlib import Path
 
 from rlctl.errors import RlctlError
 from rlctl.methods.configuration import resolve
+from rlctl.preparation.located import Located
+from rlctl.preparation.named import name_run
 from rlctl.preparation.open_model import published_facts, published_teacher
-from rlctl.preparation.prepare import check_plan, checked_method
+from rlctl.preparation.planned import plan_run
 from rlctl.recipes.nemo_rl import NemoRl
 from rlctl.recipes.nemo_rl.mapping_rules import of_images, sound_or_video
 from rlctl.recipes.nemo_rl.recipe import leaves_of, read_recipe
@@ -60,9 +62,10 @@ def outcome(path: Path, gpu: str) -> str:
     """Return `PLANNED`, or the reason why a recipe has no plan."""
     try:
         resolved = resolve(files=[path], environment={})
-        method, config = checked_method(resolved), resolved.config
+        named, config = name_run(resolved, lambda _: None), resolved.config
         gpu = FOUR_TO_A_NODE if config.cluster.gpus_per_node == 4 else gpu
-        check_plan(resolved, published_facts(config.model), method, gpu, teacher=published_teacher(config))
+        facts, teacher = published_facts(config.model), published_teacher(config)
+        plan_run(Located(named.resolved, named.method, facts, teacher, gpu))
         return PLANNED
     except RlctlError as error:
         lines = error.message.splitlines()

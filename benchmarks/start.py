@@ -33,7 +33,7 @@ PARTS = ("data", "ray", "engine", "policy", "whole")
 def job_of_run() -> Any:
     """Prepare the run as its command does."""
     from rlctl.methods.configuration import resolve
-    from rlctl.preparation.prepare import prepare_job
+    from rlctl.preparation.job import prepare_job
 
     return prepare_job(resolve("laptop", flags=RUN), starts=lambda config, plan, workers: None)
 
@@ -60,13 +60,13 @@ def processes(*, policy: bool) -> float:
     from rlctl.preparation.run_workers import start_engines, start_run_workers
 
     job = job_of_run()
-    job = replace(job, source=prepared(job.source, job.dtype, 1, lambda text: None))
+    job = replace(job, base_model=prepared(job.base_model, job.dtype, 1, lambda text: None))
     spec, log_dir = replace(job.workers_spec(), reward=None), Path(tempfile.mkdtemp(prefix="rlctl-start-"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(ray_session(gpus=0))
         begun = time.time()
         if policy:
-            load = lambda one, teacher: one.load_model(job.source.weights)  # noqa: E731
+            load = lambda one, teacher: one.load_model(job.base_model.weights)  # noqa: E731
             stack.enter_context(start_run_workers(replace(spec, engines=None), log_dir, load=load))
         else:
             assert spec.engines is not None

@@ -39,7 +39,7 @@ from rlctl.cluster.ray_session import fetch as fetched
 from rlctl.cluster.ray_session import ray_session
 from rlctl.config.files import temporary_folder
 from rlctl.environments.interface import Message, Step
-from rlctl.jobs.rollout import EpisodesJob, episodes_job
+from rlctl.jobs.episodes_job import EpisodesJob, episodes_job
 from rlctl.methods.configuration import resolve
 from rlctl.preparation.laptop_model import fetch
 from rlctl.preparation.run_workers import start_engines

@@ -284,7 +284,7 @@ def test_commands_that_train_or_sample(
     monkeypatch.setattr("rlctl.rewards.prepare_rewards.tried", untried)
     monkeypatch.setattr("rlctl.training.user_loss.call_in_child", lambda *_, **__: ())
     monkeypatch.setattr(
-        "rlctl.preparation.prepare.wanted_loggers", lambda run, tell, optional: ()
+        "rlctl.preparation.named.wanted_loggers", lambda run, tell, optional: ()
     )  # packages that need not be there
     if not re.search("--preset (laptop|run)", command):  # for GPUs, and planned from the catalog
         monkeypatch.setenv("RLCTL_MODEL__NAME", "Qwen/Qwen3-8B")
@@ -306,7 +306,7 @@ def test_first_prompts(
     """The first prompt of a command asks what its data or environment asks, and nothing else."""
     monkeypatch.setattr("rlctl.rewards.prepare_rewards.tried", untried)
     monkeypatch.setattr("rlctl.training.user_loss.call_in_child", lambda *_, **__: ())
-    monkeypatch.setattr("rlctl.preparation.prepare.wanted_loggers", lambda run, tell, optional: ())
+    monkeypatch.setattr("rlctl.preparation.named.wanted_loggers", lambda run, tell, optional: ())
     write_tiny_family(place / "long-model", max_position_embeddings=40960)
     words = [str(place / "long-model") if re.match("(Qwen|meta-llama|HuggingFaceTB)/", w) else w
              for w in shlex.split(command)]  # fmt: skip

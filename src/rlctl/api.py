@@ -21,7 +21,7 @@ from rlctl.methods.available import register as register_algorithm
 from rlctl.methods.configuration import from_sources, registry, schema
 
 if TYPE_CHECKING:
-    from rlctl.jobs.training_run import RunSummary
+    from rlctl.jobs.run_summary import RunSummary
     from rlctl.planner.result import Plan
     from rlctl.training.loop import Loop
 
@@ -49,7 +49,7 @@ def plan(config: Resolved) -> Plan:
     `plan.config_values()` are the keys that it decides, `plan.seconds` and `plan.total_s` the predicted step. Raises
     NoPlanError when nothing fits.
     """
-    from rlctl.preparation.prepare import shown_plan
+    from rlctl.preparation.shown_plan import shown_plan
 
     with installed_engines():
         return shown_plan(config, 0, tell)
@@ -87,7 +87,10 @@ def generate(
     The weights are those of `model.name`, or with `run_dir` those of a run's checkpoint: of `step`, or the newest.
     """
     with installed_engines():
-        from rlctl.jobs.generate import complete, completion_job, of_run, read_prompts
+        from rlctl.jobs.completion_job import completion_job
+        from rlctl.jobs.generate import complete
+        from rlctl.jobs.given_prompts import read_prompts
+        from rlctl.jobs.run_configuration import of_run
 
         checkpoint = None
         if run_dir is not None:
@@ -126,8 +129,9 @@ def evaluate(
         return from_sources([Source(list(config.given())), Source(chosen)], type(config.config))
 
     with installed_engines():
-        from rlctl.jobs.evaluate import candidates, evaluation
+        from rlctl.jobs.candidates import candidates
         from rlctl.jobs.evaluate import evaluate as run_evaluation
+        from rlctl.jobs.evaluate import evaluation
         from rlctl.rewards.statistics import default_ks
         from rlctl.runs.evaluation_file import SampleFile
 

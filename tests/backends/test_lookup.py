@@ -27,7 +27,7 @@ from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.make_plan import refuse_unrunnable
-from rlctl.preparation.run_workers import planned_workers
+from rlctl.preparation.worker_specs import planned_workers
 from rlctl.refit.weight_sender import policy_process
 from rlctl.weights import hf
 from rlctl.weights.transfer_plan import SingleWorld

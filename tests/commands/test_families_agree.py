@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlctl.jobs.refit_test import refit_test_job, refit_workers
+from rlctl.jobs.refit_test import refit_workers
+from rlctl.jobs.refit_test_job import refit_test_job
 from rlctl.methods.configuration import resolve
 from rlctl.preparation.run_workers import start_run_workers
 from rlctl.tiny_models.text import write_tiny_family
@@ -44,7 +45,7 @@ def test_shards_reach_the_engine_through_every_mover(placement: Any, family: str
     flags = {"model.name": str(model), "cluster.gpu": "cpu", "training.backend": "dtensor", **sizes}
     job = refit_test_job(resolve(flags=flags, environment={}), "auto", 2, print)
     with start_run_workers(job.workers(), tmp_path) as workers:
-        workers.policy.load_model(job.source.weights)
+        workers.policy.load_model(job.base_model.weights)
         for mover in ("shared-memory", "collective", "disk"):
             settings = job.config.refit.model_copy(update={"mover": mover, "directory": str(tmp_path)})
             report = refit_workers(job, workers, settings, print)

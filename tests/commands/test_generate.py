@@ -12,7 +12,7 @@ import torch
 
 from rlctl.commands.generate import text_of
 from rlctl.errors import InputError
-from rlctl.jobs.generate import read_prompts
+from rlctl.jobs.given_prompts import read_prompts
 from rlctl.settings.data import DataConfig
 from support.commands import Run
 

@@ -58,7 +58,7 @@ def test_set_wins_over_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_true_of_both_plans_of_a_comparison_is_said_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlctl.preparation.prepare.local_gpus", lambda: [])
+    monkeypatch.setattr("rlctl.preparation.shown_plan.local_gpus", lambda: [])
     asked = ["plan", "--preset", "1node", "--model", "Qwen/Qwen3-8B", "--compare", "training.tp=1", "training.tp=2"]
     code, _, err = rlctl(capsys, *asked)
     assert (code, err.count("This machine has no GPU")) == (0, 1)
@@ -117,8 +117,8 @@ def test_what_has_no_plan_is_refused_as_train_refuses_it(
 def test_devices_that_lack_are_named_before_anything_is_opened(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, command: list[str]
 ) -> None:
-    monkeypatch.setattr("rlctl.preparation.prepare.local_gpus", lambda: [])
-    monkeypatch.setattr("rlctl.preparation.prepare.PromptStream.open", lambda *_: pytest.fail("the data was opened"))
+    monkeypatch.setattr("rlctl.preparation.shown_plan.local_gpus", lambda: [])
+    monkeypatch.setattr("rlctl.rollouts.prompt_order.PromptStream.open", lambda *_: pytest.fail("the data was opened"))
     monkeypatch.setattr("rlctl.jobs.generate.load_tokenizer", lambda *_: pytest.fail("the tokenizer was opened"))
     code, _, err = rlctl(capsys, *command, "--model", str(tiny_llama), "--gpu", "h100", "--gpus-per-node", "1")
     assert code == 3, err

@@ -10,7 +10,7 @@ import pytest
 
 from rlctl.data.benchmarks import BENCHMARKS
 from rlctl.errors import InputError
-from rlctl.jobs.evaluate import open_task
+from rlctl.jobs.tasks import open_task
 from rlctl.methods.rl.rl_config import RlConfig
 
 GPQA = {

@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from rlctl.data.gym_questions import GymQuestions
+from rlctl.data.gym_tasks import build_task
 from rlctl.data.prompt_rows import GymTask
-from rlctl.data.prompts import build_task, open_prompts
+from rlctl.data.prompts import open_prompts
 from rlctl.settings.data import DataConfig
 
 SHOWN = """

@@ -124,7 +124,7 @@ def test_paths_are_relative_to_the_data_file(tmp_path: Path) -> None:
 
 
 def test_paths_are_relative_to_a_dataset_s_directory_or_to_the_folder_that_is_named(tmp_path: Path) -> None:
-    from rlctl.jobs.generate import read_prompts
+    from rlctl.jobs.given_prompts import read_prompts
 
     (tmp_path / "shown").mkdir()
     (tmp_path / "shown" / "red.png").write_bytes(png())

@@ -16,7 +16,7 @@ from rlctl.data.prompts import open_prompts
 from rlctl.data.row_types import PROMPTS, TextRows
 from rlctl.data.texts import trained_texts
 from rlctl.errors import InputError
-from rlctl.jobs.generate import read_prompts
+from rlctl.jobs.given_prompts import read_prompts
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.rollouts.environment_episodes import EnvironmentEpisodes
 from rlctl.settings.data import DataConfig, ModelConfig

@@ -13,7 +13,7 @@ import pytest
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.jobs import training_run as run_module
 from rlctl.jobs.before_after import answered_twice, command_to_try
-from rlctl.jobs.training_run import RunJournal
+from rlctl.jobs.run_journal import RunJournal
 from rlctl.methods.configuration import resolve
 from rlctl.report.reported_run import ReportedRun
 from rlctl.report.run_report import reported

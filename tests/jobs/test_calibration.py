@@ -12,7 +12,7 @@ from rlctl.jobs.calibration import calibrate
 from rlctl.methods.configuration import resolve
 from rlctl.planner.inputs.cluster import ClusterFacts, calibrated, cpu_device, make_cluster
 from rlctl.planner.inputs.request import Workload
-from rlctl.preparation.prepare import shown_plan
+from rlctl.preparation.shown_plan import shown_plan
 from rlctl.telemetry.phases import Phase
 from support.catalog_models import make_plan, model
 from support.run_directories import GIB, made_run

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.jobs.rollout import episodes_job
+from rlctl.jobs.episodes_job import episodes_job
 from rlctl.methods.configuration import resolve
 from rlctl.telemetry.metrics import read_metrics
 from support.commands import Run

@@ -15,7 +15,10 @@ from rlctl.cli import run as cli
 from rlctl.config.load import Resolved
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError
-from rlctl.jobs.evaluate import Encoded, Evaluation, candidates, evaluation, open_task
+from rlctl.jobs.candidates import candidates
+from rlctl.jobs.encoded_tasks import Encoded, Evaluation
+from rlctl.jobs.evaluate import evaluation
+from rlctl.jobs.tasks import open_task
 from rlctl.methods.configuration import resolve
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.metrics import read_metrics

@@ -14,7 +14,8 @@ from rlctl.checkpoints.hf.hf_files import copy_companions
 from rlctl.checkpoints.megatron.megatron_directory import RUN_TOKENIZER, MegatronDirectory
 from rlctl.jobs.kept_tokenizer import keep_tokenizer
 from rlctl.methods.configuration import resolve
-from rlctl.preparation.prepare import Job, prepare_job
+from rlctl.preparation.job import Job, prepare_job
+from rlctl.preparation.manifest import manifest_of
 from rlctl.runs.directory import RunDirectory
 
 OWN = (
@@ -36,9 +37,9 @@ def exported(job: Job, folder: Path) -> tuple[Path, list[str]]:
     """Return a directory with the companions of an export of a run's step 1, and what was said."""
     run, said = RunDirectory(folder / "run"), list[str]()
     run.create()
-    run.write_manifest(job.manifest())
+    run.write_manifest(manifest_of(job))
     keep_tokenizer(job, run.path)
-    copy_companions(job.source.directory, folder / "out")
+    copy_companions(job.base_model.directory, folder / "out")
     found = MegatronDirectory(run.path, run.path / "checkpoints" / "step_1" / "policy", 1)
     take_tokenizer_of_run(found, folder / "out", said.append)
     return folder / "out", said

@@ -18,10 +18,12 @@ from rlctl.cli import run
 from rlctl.cluster.ray_session import BesideSession
 from rlctl.config.files import write_json
 from rlctl.errors import ConfigError, InputError
-from rlctl.jobs.dry_run import about
-from rlctl.jobs.train import continued, resumed_job, unused_place
+from rlctl.jobs.resume import continued, resumed_job
+from rlctl.jobs.shown_run import about
+from rlctl.jobs.train import unused_place
 from rlctl.methods.configuration import resolve
-from rlctl.preparation.prepare import Job, prepare_job
+from rlctl.preparation.job import Job, prepare_job
+from rlctl.preparation.manifest import manifest_of
 from rlctl.runs.directory import MANIFEST, RunDirectory
 from rlctl.telemetry.metrics import read_metrics
 
@@ -99,7 +101,7 @@ def train(model: Path, *more: str) -> list[str]:
 )
 def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, code, said):
     monkeypatch.setattr("rlctl.planner.from_config.local_gpus", list)
-    monkeypatch.setattr("rlctl.preparation.prepare.local_gpus", list)
+    monkeypatch.setattr("rlctl.preparation.planned.local_gpus", list)
     if "--preset" in more:
         more = [*more, "--gpu", "auto"]
     assert run(train(tiny_llama, *more)) == code
@@ -128,7 +130,7 @@ def test_ray_begins_to_start_once_the_plan_is_checked_and_before_data_is_read(
     torch begin with it, the one that takes longest first."""
     asked: list[Any] = []
     monkeypatch.setattr("rlctl.planner.from_config.local_gpus", list)
-    monkeypatch.setattr("rlctl.preparation.prepare.local_gpus", list)
+    monkeypatch.setattr("rlctl.preparation.planned.local_gpus", list)
     monkeypatch.setattr(
         BesideSession,
         "begin",
@@ -186,7 +188,7 @@ def test_a_dry_run_of_several_sources_shows_each_with_its_share_and_reward(files
     ],
 )
 def test_names_and_plan_are_looked_at_before_data_and_tokenizer(files, tiny_llama, capsys, monkeypatch, more, said):
-    monkeypatch.setattr("rlctl.preparation.prepare.PromptStream.open", lambda *_: pytest.fail("the data was opened"))
+    monkeypatch.setattr("rlctl.rollouts.prompt_order.PromptStream.open", lambda *_: pytest.fail("the data was opened"))
     assert run(train(tiny_llama, *more)) == 2
     assert said in capsys.readouterr().err
 
@@ -316,7 +318,7 @@ def begun(arguments: list[str], path: Path, data: str | list[str] = "sums.jsonl"
     resolved = options.resolve_config(**own | more)
     directory = RunDirectory(path)
     directory.create()
-    directory.write_manifest(prepare_job(resolved).manifest())
+    directory.write_manifest(manifest_of(prepare_job(resolved)))
     checkpoint = directory.new_checkpoint(2)
     checkpoint.begin()
     checkpoint.commit({"version": 2, "source": {}, "metrics": {}, "files": {"shard": "0"}})

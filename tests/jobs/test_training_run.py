@@ -14,7 +14,9 @@ from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.errors import InputError, MachineError
 from rlctl.jobs import training_run as run_module
-from rlctl.jobs.training_run import RunJournal, RunSummary, crowded, how_to_resume
+from rlctl.jobs.run_journal import RunJournal
+from rlctl.jobs.run_summary import RunSummary, how_to_resume
+from rlctl.jobs.run_weights import crowded
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.request import Workload

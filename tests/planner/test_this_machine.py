@@ -22,7 +22,8 @@ from rlctl.planner.from_config import cluster_from_config
 from rlctl.planner.inputs import cluster
 from rlctl.planner.inputs.cluster import GIB, device_named, granted_memory, match_device
 from rlctl.planner.views.render import plan_json, plan_text
-from rlctl.preparation.run_workers import planned_workers, policy_environment
+from rlctl.preparation.run_workers import policy_environment
+from rlctl.preparation.worker_specs import planned_workers
 from rlctl.settings.training import TrainingConfig
 from rlctl.telemetry.phases import Phase
 from support.plans import plan_of

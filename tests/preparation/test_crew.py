@@ -12,7 +12,8 @@ from rlctl.errors import MachineError
 from rlctl.methods.available import method_from_config
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
-from rlctl.preparation.run_workers import RunWorkersSpec, engine_bundles, planned_workers, policy_environment
+from rlctl.preparation.run_workers import engine_bundles, policy_environment
+from rlctl.preparation.worker_specs import RunWorkersSpec, planned_workers
 from rlctl.settings.training import TrainingConfig
 from support.plans import plan_of
 

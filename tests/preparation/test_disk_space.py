@@ -12,7 +12,8 @@ from rlctl.jobs import train
 from rlctl.methods.configuration import resolve
 from rlctl.models.catalog import lookup
 from rlctl.preparation.disk_space import checkpoints_held, require_disk
-from rlctl.preparation.prepare import checked_method, step_plan
+from rlctl.preparation.named import name_run
+from rlctl.preparation.step_plan import step_plan
 from support.commands import rlctl
 
 MODEL = "HuggingFaceTB/SmolLM2-135M"
@@ -26,7 +27,7 @@ def held_at(free: float, monkeypatch: pytest.MonkeyPatch, *sets: str) -> list[st
     resolved = resolve("laptop", sets=["model.dtype=float32", "cluster.gpu=cpu", *sets], environment={})
     facts, told = lookup(MODEL), list[str]()
     assert facts is not None
-    plan = step_plan(resolved.config, facts, checked_method(resolved), None, None, None)
+    plan = step_plan(resolved.config, facts, name_run(resolved, told.append).method, None, None, None)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=int(free)))
     require_disk(resolved.config, plan, Path("runs"), told.append)
     return told

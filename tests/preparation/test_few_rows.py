@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.methods.configuration import resolve
-from rlctl.preparation.prepare import prepare_job
+from rlctl.preparation.job import prepare_job
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.result import Plan
-from rlctl.preparation.prepare import check_plan
+from rlctl.preparation.located import Located
+from rlctl.preparation.planned import plan_run
 from support.catalog_models import model
 
 RECIPE = """
@@ -36,7 +37,9 @@ def resolved(folder: Path, name: str, *overrides: str) -> Resolved:
 
 
 def checked(asked: Resolved, facts: ModelFacts, gpu: str) -> tuple[Resolved, Plan]:
-    return check_plan(asked, facts, method_from_config(asked.config, tries_loss=False), gpu)
+    method = method_from_config(asked.config, tries_loss=False)
+    planned = plan_run(Located(asked, method, facts, None, gpu))
+    return planned.resolved, planned.early
 
 
 def test_an_engine_that_is_larger_than_the_cluster_is_laid_out_by_the_planner(tmp_path: Path) -> None:

@@ -14,11 +14,15 @@ from rlctl.config.load import Resolved
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError
-from rlctl.jobs.evaluate import Encoded, at_one_time, candidates, evaluation
-from rlctl.jobs.train import resumed_job
+from rlctl.jobs.candidates import at_one_time, candidates
+from rlctl.jobs.encoded_tasks import Encoded
+from rlctl.jobs.evaluate import evaluation
+from rlctl.jobs.resume import resumed_job
 from rlctl.methods.configuration import resolve
-from rlctl.preparation import prepare
-from rlctl.preparation.prepare import CLOCK, TIME, prepare_job
+from rlctl.preparation import named
+from rlctl.preparation.job import prepare_job
+from rlctl.preparation.manifest import manifest_of
+from rlctl.preparation.named import CLOCK, TIME
 from rlctl.runs.directory import RunDirectory
 from rlctl.runs.evaluation_file import SampleFile
 from rlctl.settings.data import DataConfig, ModelConfig
@@ -52,7 +56,7 @@ def test_a_resume_keeps_the_time_of_the_start(
 ) -> None:
     def at(year: int) -> None:
         now = datetime(year, 2, 3, 4, 5, 6)
-        monkeypatch.setattr(prepare, "datetime", type("Clock", (datetime,), {"now": classmethod(lambda _: now)}))
+        monkeypatch.setattr(named, "datetime", type("Clock", (datetime,), {"now": classmethod(lambda _: now)}))
 
     def configured(name: str, **more: str) -> Resolved:
         flags = {"model.name": str(tiny_llama), "data.name": str(questions), "cluster.gpu": "cpu", "run.steps": 2}
@@ -62,7 +66,7 @@ def test_a_resume_keeps_the_time_of_the_start(
     def begun(name: str, **more: str) -> RunDirectory:
         run = RunDirectory(tmp_path / name)
         run.create()
-        run.write_manifest(prepare_job(configured(name, **more)).manifest())
+        run.write_manifest(manifest_of(prepare_job(configured(name, **more))))
         return run
 
     at(2031)

@@ -16,8 +16,10 @@ from rlctl.data.image_sources import MARK, images_of
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import AbsentError, ConfigError, InputError
 from rlctl.methods.configuration import resolve
+from rlctl.preparation.located import Located
+from rlctl.preparation.named import name_run
 from rlctl.preparation.open_model import published_facts
-from rlctl.preparation.prepare import check_plan, checked_method
+from rlctl.preparation.planned import plan_run
 from rlctl.recipes.nemo_rl.recipe import import_recipe
 from rlctl.settings.data import DataConfig
 from rlctl.tiny_models.vision import square
@@ -45,8 +47,9 @@ def test_a_recipe_with_images_is_imported_and_planned(name: str, tmp_path: Path)
     assert not resolved.refusals, resolved.refusals
     config, policy = resolved.config, asked["policy"]
     assert config.model.images is True
-    method = checked_method(resolved)
-    resolved, plan = check_plan(resolved, published_facts(config.model), method, "h100")
+    named = name_run(resolved, lambda _: None)
+    planned = plan_run(Located(named.resolved, named.method, published_facts(config.model), None, "h100"))
+    resolved, plan = planned.resolved, planned.early
     assert plan.facts.vision is not None
     assert plan.facts.vision.kind == "qwen2_5_vl"
     assert plan.training is not None
@@ -188,7 +191,7 @@ def test_rows_of_clevr_are_read_where_they_are_at_hand(name: str, tmp_path: Path
     path = write_image_recipe(tmp_path, name)
     resolved = resolve(files=[path], sets=[f"data.name={folder}"], environment={})
     config = resolved.config
-    source = open_prompts(config.data, rows=checked_method(resolved).rows)
+    source = open_prompts(config.data, rows=name_run(resolved, lambda _: None).method.rows)
     row = source[1]
     assert len(source) == 2
     assert row.answer == ("5" if name == "vlm_grpo_3B" else ("5",))

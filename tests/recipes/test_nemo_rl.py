@@ -28,8 +28,8 @@ from rlctl.methods.configuration import from_sources, registry, resolve
 from rlctl.methods.rl.advantages import overlong_penalty
 from rlctl.methods.rl.rollout_method import refuse_async
 from rlctl.models.catalog import lookup
+from rlctl.preparation.named import loggers_of
 from rlctl.preparation.open_model import published_facts
-from rlctl.preparation.prepare import loggers_of
 from rlctl.recipes.hydra import Override
 from rlctl.recipes.nemo_rl import NemoRl
 from rlctl.recipes.nemo_rl.mapping_rules import MEGATRON

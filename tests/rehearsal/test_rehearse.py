@@ -20,7 +20,7 @@ from rlctl.methods.kto import LabelRows
 from rlctl.models.catalog import entries
 from rlctl.models.constraints import fsdp_problems, policy_problems
 from rlctl.models.families import facts_from_hf_config
-from rlctl.preparation.prepare import Job, prepare_job
+from rlctl.preparation.job import Job, prepare_job
 from rlctl.rehearsal.row_checks import look_at_rows, look_at_run
 from rlctl.rehearsal.shrink import MOST_PROCESSES, small_parallel, usual_letter
 from rlctl.rehearsal.stand_ins import generated_rows, write_model

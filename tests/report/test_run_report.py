@@ -11,7 +11,7 @@ import pytest
 
 from rlctl.cli import run as rlctl
 from rlctl.errors import InputError
-from rlctl.preparation.host import host_facts
+from rlctl.preparation.manifest import host_facts
 from rlctl.report import run_report as report
 from rlctl.report.run_report import LiveReport, compare_runs, state_of, write_report
 from support.run_directories import made_run

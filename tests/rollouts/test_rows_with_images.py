@@ -15,14 +15,14 @@ from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.images import ImageProcessor
 from rlctl.data.prompt_records import row_from_record
 from rlctl.errors import InputError
-from rlctl.jobs.dry_run import FirstLook
-from rlctl.jobs.rollout import EpisodesJob, episodes_job
+from rlctl.jobs.episodes_job import EpisodesJob, episodes_job
+from rlctl.jobs.first_look import FirstLook
 from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.vision_tower import image_share
-from rlctl.preparation.prepare import prepare_job
+from rlctl.preparation.job import prepare_job
 from rlctl.rollouts.environment_episodes import EnvironmentEpisodes
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.validation import ValidationSet

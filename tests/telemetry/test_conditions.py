@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.jobs.training_run import RunSummary
+from rlctl.jobs.run_summary import RunSummary
 from rlctl.report.page import page
 from rlctl.report.reported_run import ReportedRun
 from rlctl.telemetry.display import step_line

@@ -14,7 +14,7 @@ import pytest
 
 from rlctl.checkpoints.identity import damaged_files, file_digest
 from rlctl.errors import DivergenceError, InputError, WaitTimeoutError, WorkerError
-from rlctl.jobs.training_run import how_to_resume
+from rlctl.jobs.run_summary import how_to_resume
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.runs.directory import RunDirectory
 from rlctl.training.saving import Saver, newest_intact

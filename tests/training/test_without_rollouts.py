@@ -10,7 +10,8 @@ import torch
 from ray import cloudpickle
 
 from rlctl.methods.sft import SftConfig
-from rlctl.preparation.run_workers import planned_workers, start_run_workers
+from rlctl.preparation.run_workers import start_run_workers
+from rlctl.preparation.worker_specs import planned_workers
 from rlctl.telemetry.phases import StepTimer
 from rlctl.training.health import Health
 from rlctl.training.loop import Loop, Parts

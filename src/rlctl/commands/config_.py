@@ -273,7 +273,7 @@ def _without_effect(config: RlctlConfig) -> dict[str, str]:
     local nor in the catalog, because `import` does not ask the hub."""
     from rlctl.models.catalog import lookup_entry
     from rlctl.preparation.open_model import published_facts
-    from rlctl.preparation.prepare import idle_fields
+    from rlctl.preparation.planned import idle_fields
 
     name = config.model.name or ""
     is_model = user_path(name).joinpath("config.json").is_file() or lookup_entry(name)

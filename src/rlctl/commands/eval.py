@@ -14,7 +14,8 @@ from rlctl.commands.parsing import GIVEN, App
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
-    from rlctl.jobs.evaluate import Evaluation, Result
+    from rlctl.jobs.encoded_tasks import Evaluation
+    from rlctl.jobs.evaluate import Result
 
 app = App()
 
@@ -100,7 +101,9 @@ def evaluate(
     the command line leaves open come from the first run.
     """
     options.require_dry_run(explain, dry_run)
-    from rlctl.jobs.evaluate import candidates, evaluation, refuse_idle_reward
+    from rlctl.jobs.candidates import candidates
+    from rlctl.jobs.evaluate import evaluation
+    from rlctl.jobs.tasks import refuse_idle_reward
     from rlctl.rewards.statistics import default_ks
 
     def resolved(name: str | None) -> Resolved:

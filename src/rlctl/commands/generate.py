@@ -71,7 +71,7 @@ def generate(
     generation.KEY=VALUE overrides it. --json prints one JSON object per prompt (JSON Lines).
     """
     resolved, checkpoint = model_or_checkpoint(context, "completions", "reward.")
-    from rlctl.jobs.generate import read_prompts
+    from rlctl.jobs.given_prompts import read_prompts
     from rlctl.settings.run import MOST_ROLLOUTS
 
     rows = read_prompts(prompt or [], prompts_file, resolved.config.data, image or [])
@@ -95,7 +95,7 @@ def model_or_checkpoint(context: typer.Context, command: str, *unread: str) -> t
     run_dir, step = context.params["run_dir"], context.params["step"]
     if step is not None and run_dir is None:
         raise InputError(f"--step {step} needs a run.", "Give --run-dir.")
-    from rlctl.jobs.generate import of_run
+    from rlctl.jobs.run_configuration import of_run
 
     resolved = options.resolve_config(**context.params | {"run_dir": None})
     refuse_training_keys(resolved, command, *unread)
@@ -112,7 +112,8 @@ def refuse_training_keys(resolved: Resolved, command: str, *unread: str) -> None
 
 def sample(resolved: Resolved, checkpoint: Checkpoint | None, rows: list[PromptRow], n: int, json_: bool) -> None:
     """Open the model, plan, generate, and print each prompt's completions."""
-    from rlctl.jobs.generate import complete, completion_job
+    from rlctl.jobs.completion_job import completion_job
+    from rlctl.jobs.generate import complete
 
     job = completion_job(resolved, n, checkpoint, len(rows), message)
     if job.model.source.note:

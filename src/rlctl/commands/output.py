@@ -12,7 +12,7 @@ from rlctl.telemetry.metrics import finite
 from rlctl.telemetry.terminal import Verbosity, colored, discard
 
 if TYPE_CHECKING:
-    from rlctl.jobs.dry_run import DryRun
+    from rlctl.jobs.shown_run import DryRun
 
 
 class JsonMode:

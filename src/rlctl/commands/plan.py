@@ -95,7 +95,7 @@ def plan(
         return options.resolve_config(**context.params | params)
 
     if compare:
-        from rlctl.preparation.prepare import shown_plan
+        from rlctl.preparation.shown_plan import shown_plan
 
         refuse_with("--compare shows plans side by side and no alternatives", ["top"] if top else [])
         if len(compare) < 2:
@@ -155,7 +155,7 @@ def side(text: str) -> tuple[list[str], str | None, list[str]]:
 def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
     """Plan and print the result; with --json also if nothing fits."""
     from rlctl.planner.views.render import no_plan_values
-    from rlctl.preparation.prepare import shown_plan
+    from rlctl.preparation.shown_plan import shown_plan
 
     try:
         made = shown_plan(resolved, top, message)
@@ -170,7 +170,7 @@ def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -
     from rlctl.jobs.backend_arguments import BackendArguments, differences
     from rlctl.planner.views.explain import explain as arithmetic
     from rlctl.planner.views.render import plan_json, plan_text, wrapped
-    from rlctl.preparation.run_workers import planned_workers
+    from rlctl.preparation.worker_specs import planned_workers
 
     name = resolved.config.model.name or ""
     planned = resolved.with_plan(made)
@@ -259,7 +259,8 @@ def show_table(resolved_with: Callable[[list[str]], Resolved], json_: bool) -> N
     """Print a line for each of a range of GPU counts: a part of a node, and nodes by powers of two."""
     from rlctl.planner.from_config import cluster_from_config
     from rlctl.planner.views.table import machine_row, rows_text
-    from rlctl.preparation.prepare import ASSUMED_GPU, shown_plan
+    from rlctl.preparation.located import ASSUMED_GPU
+    from rlctl.preparation.shown_plan import shown_plan
 
     once = functools.cache(message)
     default = cluster_from_config(resolved_with([]).config, ASSUMED_GPU)

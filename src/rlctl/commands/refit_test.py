@@ -85,7 +85,8 @@ def refit_test(
 
         show_dry_run(dry_refit_test(resolved), json_, explain)
     else:
-        from rlctl.jobs.refit_test import refit_test_job, run_refit_test
+        from rlctl.jobs.refit_test import run_refit_test
+        from rlctl.jobs.refit_test_job import refit_test_job
 
         _show(run_refit_test(refit_test_job(resolved, receive, repeat, message), message), json_, explain)
 

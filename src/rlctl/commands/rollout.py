@@ -42,7 +42,8 @@ def rollout(
     --check computes the log-probs of the sampled tokens with a policy and shows the difference. --json prints one JSON
     object per episode (JSON Lines).
     """
-    from rlctl.jobs.rollout import episodes_job, play
+    from rlctl.jobs.episodes_job import episodes_job
+    from rlctl.jobs.rollout import play
 
     resolved, checkpoint = model_or_checkpoint(context, "episodes")
     job = episodes_job(resolved, checkpoint, n, check, message)

@@ -15,7 +15,7 @@ from rlctl.errors import EXIT_INTERRUPTED, InputError
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
-    from rlctl.jobs.dry_run import DryRun
+    from rlctl.jobs.shown_run import DryRun
     from rlctl.training.method import Method
 
 NAMELESS = "recipe"
@@ -62,7 +62,7 @@ RL_EXAMPLES = (
 def train(context: typer.Context) -> None:
     """Train a model with RL, or on texts or preferences."""
     if context.invoked_subcommand is None:
-        from rlctl.preparation.open_model import what_there_is
+        from rlctl.preparation.fitting_models import what_there_is
 
         there_is = what_there_is(options.resolve_config().config)
         raise InputError(f"`rlctl train` needs a command ({', '.join(_methods())}) and a model.", there_is)
@@ -151,7 +151,7 @@ def _train(command: str | None, context: typer.Context) -> None:
 def dry_report(resolved: Resolved, resume: bool, allow_changes: bool, completion: str | None) -> DryRun:
     """Return the dry run of a new run, or with `resume` of a continued one."""
     from rlctl.jobs.dry_run import dry_train
-    from rlctl.jobs.train import dry_resume
+    from rlctl.jobs.resume import dry_resume
 
     if resume:
         return dry_resume(resolved, message, allow_changes=allow_changes, completion=completion)

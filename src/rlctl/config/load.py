@@ -7,7 +7,7 @@ a recipe < --set < KEY=VALUE alone. `Resolved.with_values` adds the planner's va
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from rlctl.config.facts import UNDECIDED, Decided
 from rlctl.config.passthrough import target_of
-from rlctl.config.schema import Registry, Schema
+from rlctl.config.recipes import Registry
+from rlctl.config.schema import Schema, nest
 from rlctl.config.section import Section
 from rlctl.config.sources import (
     Refusal,
@@ -64,30 +65,50 @@ class Resolved:
 
     def with_values(self, values: Mapping[str, Any], origin: str = PLANNER) -> Resolved:
         """Return the configuration with `values` (by dotted key) from `origin` for unset keys."""
+        return self.deciding(Value(key, value, origin) for key, value in values.items())
 
-        def stays(value: Value) -> bool:
-            return value.key not in values or (value.value not in UNDECIDED and value.origin != origin)
+    def deciding(self, values: Iterable[Value], without: Collection[str] = ()) -> Resolved:
+        """Return the configuration with keys of `without` unset, and then `values` for unset keys.
 
-        below = Source((Value(key, value, origin) for key, value in values.items()), shared=True)
-        kept = [value for value in self.given() if stays(value)]
-        refusals = [Refusal(line, final=line in self.final) for line in self.refusals]
-        return self._again([below, Source(kept, self.notes, refusals, shared=True)])
+        The sources are not merged again: only sections with another value, and the rules across sections, are validated
+        again. Keys that the method lacks are left out. Raises ConfigError.
+        """
+        own = Schema((type(self.config),))
+        given = {value.key: value for value in self.given() if value.key not in without}
+        decided = {value.key: value for value in values if own.field(value.key) is not None}
+        kept = {
+            key: value
+            for key, value in given.items()
+            if key not in decided or (value.value not in UNDECIDED and value.origin != decided[key].origin)
+        }
+        now = decided | kept
+        touched = {key.partition(".")[0] for key in (*(decided.keys() - kept.keys()), *without)}
+        nested = nest({key: value.value for key, value in now.items() if key.partition(".")[0] in touched})
+        sections = {
+            name: nested.get(name, {}) if name in touched else getattr(self.config, name) for name in own.sections
+        }
+        try:
+            config = type(self.config).model_validate(sections)
+        except ValidationError as error:
+            raise _refused(error, now) from error
+        optional = frozenset(whole(key) for key, value in now.items() if value.optional)
+        return replace(self, config=config, origin=origins(config, now), optional=optional)
 
-    def with_plan(self, plan: Plan) -> Resolved:
-        """Return the configuration with values from the plan for unset keys, plug-ins' keys included."""
-        planned = {key: mark.value(plan) for key, mark in Schema((type(self.config),)).with_mark(Decided).items()}
-        decided = {key: value for key, value in planned.items() if value is not None}
-        return self.with_values({**plan.config_values(), **decided})
+    def with_plan(self, plan: Plan, without: Collection[str] = ()) -> Resolved:
+        """Return the configuration with the plan's values, and those that plug-ins take from the plan, for unset
+        keys; keys of `without` are unset."""
+        own = {key: mark.value(plan) for key, mark in Schema((type(self.config),)).with_mark(Decided).items()}
+        decided = {key: value for key, value in own.items() if value is not None}
+        values = {**plan.config_values(), **decided}
+        return self.deciding((Value(key, value, PLANNER) for key, value in values.items()), without)
 
     def replacing(self, values: Mapping[str, Any], origin: str, without: Collection[str] = ()) -> Resolved:
         """Return the configuration with `values` (by dotted key) in any case, and keys of `without` unset."""
         kept = [value for value in self.given() if value.key not in values and value.key not in without]
         refusals = [Refusal(line, final=line in self.final) for line in self.refusals]
         new = Source((Value(key, value, origin) for key, value in values.items()), shared=True)
-        return self._again([Source(kept, self.notes, refusals, shared=True), new])
-
-    def _again(self, sources: Sequence[Source]) -> Resolved:
-        return from_sources(sources, type(self.config), schema=self.schema)
+        weaker = Source(kept, self.notes, refusals, shared=True)
+        return from_sources([weaker, new], type(self.config), schema=self.schema)
 
     def require_supported(self) -> None:
         """Raise ConfigError if a source uses a feature that rlctl cannot run yet."""
@@ -201,9 +222,7 @@ def from_sources(
     try:
         settings = settings_class(config)(reversed(sources))
     except ValidationError as error:
-        values = merged(sources)
-        lines = [explain(problem, values) for problem in error.errors()]
-        raise ConfigError(lines_of(lines), SAYS_WHAT) from error
+        raise _refused(error, merged(sources)) from error
     values = merged(sources)
     if wrong := [line for value in values.values() if (line := unknown_name(value, schema))]:
         raise ConfigError(lines_of(wrong), SAYS_WHAT)
@@ -227,6 +246,11 @@ def unknown_name(value: Value, schema: Schema) -> str:
         return ""
     *several, last = map(repr, choices)
     return f"`{value.key}` = {value.value!r} ({value.origin}): it should be {', '.join(several)} or {last}."
+
+
+def _refused(error: ValidationError, values: Mapping[str, Value]) -> ConfigError:
+    lines = [explain(problem, values) for problem in error.errors()]
+    return ConfigError(lines_of(lines), SAYS_WHAT)
 
 
 def merged(sources: Sequence[Source]) -> dict[str, Value]:

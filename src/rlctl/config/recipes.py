@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import ValidationError
 
-from rlctl.config.schema import Registry, Schema, nest
+from rlctl.config.schema import Schema, nest
 from rlctl.config.section import Section
 from rlctl.config.yaml_values import read_mapping
 from rlctl.errors import ConfigError
@@ -196,3 +196,19 @@ def claimed(texts: Iterable[str], registry: Registry) -> dict[str, tuple[Importe
 
 def override_key(text: str) -> str:
     return text.lstrip("+~").partition("=")[0].strip()
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The schema of all methods, their configuration classes by name, and the importers of recipes: handed down by the
+    rooms that have them."""
+
+    schema: Schema
+    config_class: Callable[[str | None], type[Section]]
+    """Method name -> configuration class; None stands for the default method."""
+    importers: Callable[[], Iterable[Importer]] = tuple
+
+    @classmethod
+    def of(cls, config: type[Section]) -> Registry:
+        """Return the registry of one configuration class."""
+        return cls(Schema((config,)), lambda _: config)

@@ -10,10 +10,10 @@ import difflib
 import functools
 import operator
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic.fields import FieldInfo
 
@@ -21,10 +21,6 @@ from rlctl.config.facts import Decided, Fact, Flag, Named, Unloadable
 from rlctl.config.other_trainers import counterpart
 from rlctl.config.passthrough import annotation, installed_field, section_with
 from rlctl.config.section import PassThrough, Section
-
-if TYPE_CHECKING:
-    from rlctl.config.recipes import Importer
-
 
 Mark = Fact | Decided | Unloadable | Flag | Named
 MARKS = (Fact, Decided, Unloadable, Flag, Named)
@@ -171,22 +167,6 @@ class Schema:
         by_last = {key.rpartition(".")[2]: key for key in self.keys}
         alike = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
         return by_last[alike[0]] if alike else None
-
-
-@dataclass(frozen=True)
-class Registry:
-    """The schema of all methods, their configuration classes by name, and the importers of recipes: handed down by the
-    rooms that have them."""
-
-    schema: Schema
-    config_class: Callable[[str | None], type[Section]]
-    """Method name -> configuration class; None is the default method."""
-    importers: Callable[[], Iterable[Importer]] = tuple
-
-    @classmethod
-    def of(cls, config: type[Section]) -> Registry:
-        """Return the registry of one configuration class."""
-        return cls(Schema((config,)), lambda _: config)
 
 
 def _marks_of(section: type[Section], prefix: str, around: tuple[Mark, ...]) -> Iterator[tuple[str, tuple[Mark, ...]]]:

@@ -16,8 +16,8 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 from rlctl.config.facts import FOR_A_MACHINE
 from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import Preset, preset_chain
-from rlctl.config.recipes import PRESET_KEYS, Import, claimed, override_key, read_file
-from rlctl.config.schema import Registry, Schema, nest
+from rlctl.config.recipes import PRESET_KEYS, Import, Registry, claimed, override_key, read_file
+from rlctl.config.schema import Schema, nest
 from rlctl.config.section import Section
 from rlctl.config.yaml_values import parse_value
 from rlctl.errors import MOST_LINES, ConfigError

@@ -73,7 +73,7 @@ def contents_digest(questions: ProceduralDataset | GymQuestions) -> str:
 
 def serve(connection: Connection, task: GymTask) -> None:
     """Answer each index with (question, error)."""
-    from rlctl.data.prompts import build_task
+    from rlctl.data.gym_tasks import build_task
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of a task
     dataset = build_task(task)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
-import sys
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.hf.hub import UNREACHED, hub_answers
 from rlctl.config.yaml_values import parse_value
 from rlctl.data.drawn_shapes import DRAWN_SHAPES, open_shapes
 from rlctl.data.gym_questions import contents_digest, questions_of
+from rlctl.data.gym_tasks import build_task, gym_registry
 from rlctl.data.image_rows import COLUMNS, holds_images
 from rlctl.data.prompt_records import MESSAGES
 from rlctl.data.prompt_rows import GYM_PREFIX, GymTask, PromptRow, PromptSource, instructions
@@ -28,7 +25,6 @@ from rlctl.settings.data import DataConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from reasoning_gym.dataset import ProceduralDataset
 
 DEFAULT_SIZE = 10_000
 """Questions of a task whose size nobody gave. They are made when asked for; only their order is in memory."""
@@ -195,7 +191,7 @@ def open_gym(name: str, data: DataConfig, seed: int, row_type: RowType = PROMPTS
         if not equals or not key:
             raise InputError(f"--data {name}: {part!r} is not key=value.", "Write reasoning-gym:<task>:key=value,...")
         params[key.strip()] = parse_value(value)
-    registry = _registry()
+    registry = gym_registry()
     if task_name not in registry:
         near = suggest(task_name, registry) or f"Some are {', '.join(sorted(registry)[:8])}."
         raise InputError(f"reasoning-gym has no task {task_name!r} (--data).", near)
@@ -220,44 +216,3 @@ def open_gym(name: str, data: DataConfig, seed: int, row_type: RowType = PROMPTS
     identity = {"source": f"{GYM_PREFIX}{task.name}", "params": task.params, "reasoning_gym": version}
     identity["contents"] = contents_digest(dataset)
     return PromptSource(name, len(dataset), row, identity, instructions(data), task)
-
-
-def build_task(task: GymTask) -> ProceduralDataset:
-    """Return reasoning-gym's own dataset of the task; InputError where the task refuses a value."""
-    dataset_class, config_class = _registry()[task.name]
-    try:
-        config = config_class(**task.params)
-        if hasattr(config, "validate"):
-            config.validate()
-        return dataset_class(config=config)
-    except (AssertionError, ValueError, TypeError) as error:
-        listed = ", ".join(f"{key}={json.dumps(value, default=str)}" for key, value in task.params.items())
-        raise InputError(
-            f"reasoning-gym task {task.name!r} refuses its parameters ({listed}): {error}.",
-            "Change them with --set data.params.<name>=<value>.",
-        ) from error
-
-
-def _registry() -> dict[str, tuple[type, type]]:
-    try:
-        with warnings.catch_warnings():
-            # One of its dependencies compares with `is`, which Python remarks on at every first import.
-            warnings.simplefilter("ignore", SyntaxWarning)
-            # It imports matplotlib, and two of the tasks use it.
-            sys.modules.setdefault("cellpylib", _ImportedLater("cellpylib"))
-            from reasoning_gym.factory import DATASETS
-    except ModuleNotFoundError as error:
-        raise MachineError(
-            f"Tasks of reasoning-gym need a package that is not installed: {error.name}.",
-            "Install rlctl with its cpu or cuda extra.",
-        ) from error
-    return DATASETS
-
-
-class _ImportedLater(ModuleType):
-    """Stands for a module until something of it is used."""
-
-    def __getattr__(self, name: str) -> Any:
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)

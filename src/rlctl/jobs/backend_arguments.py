@@ -13,7 +13,7 @@ from rlctl.config.installed import fields_of
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import TARGETS, not_checked
 from rlctl.planner.from_config import local_gpus
-from rlctl.preparation.run_workers import EnginesSpec, RunWorkersSpec
+from rlctl.preparation.worker_specs import EnginesSpec, RunWorkersSpec
 
 OWN_CHOICE = "the engine's own choice"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlctl.config.user_code import MODEL
 from rlctl.methods.available import command_of
-from rlctl.preparation.prepare import Job
+from rlctl.preparation.job import Job
 from rlctl.report.run_report import validated_steps
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.conversation import as_text, conversation

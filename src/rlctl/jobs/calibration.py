@@ -10,7 +10,7 @@ from rlctl.config.load import stored_values
 from rlctl.errors import InputError
 from rlctl.methods.configuration import resolve
 from rlctl.planner.inputs.cluster import save_calibration
-from rlctl.preparation.prepare import shown_plan
+from rlctl.preparation.shown_plan import shown_plan
 from rlctl.report.run_comparison import PlannedAndMeasured, compare_run, recorded_plan
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.metrics import read_metrics

@@ -10,13 +10,13 @@ from rlctl.checkpoints.hf.tokenizer_files import names_other_class, write_tokeni
 from rlctl.checkpoints.megatron.megatron_directory import RUN_TOKENIZER
 from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.data.chat import read_template
-from rlctl.preparation.prepare import Job
+from rlctl.preparation.job import Job
 
 
 def keep_tokenizer(job: Job, run: Path) -> None:
     """Write what an export of the run needs where its tokenizer, chat template or end tokens are not as in the base
     model's directory. Answers end with tokens of the template, so the generation configuration lists them."""
-    model, base, kept = job.config.model, job.source.directory, run / RUN_TOKENIZER
+    model, base, kept = job.config.model, job.base_model.directory, run / RUN_TOKENIZER
     directory = base
     if model.tokenizer:
         directory = tokenizer_directory(model.tokenizer, trust_remote_code=model.trust_remote_code)

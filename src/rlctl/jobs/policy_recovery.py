@@ -9,9 +9,10 @@ from rlctl.backends.clients import PolicyClient, Teacher
 from rlctl.config.load import PLANNER
 from rlctl.errors import ConfigError, MachineError, NoPlanError, RlctlError, WaitTimeoutError, WorkerError
 from rlctl.planner.make_plan import refuse_unrunnable
+from rlctl.preparation.job import Job
 from rlctl.preparation.memory_hosts import MemoryHosts
-from rlctl.preparation.prepare import Job, step_plan
 from rlctl.preparation.run_workers import RunWorkers
+from rlctl.preparation.step_plan import step_plan
 from rlctl.refit.sync import WeightSync
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.display import Display
@@ -32,7 +33,7 @@ def load_policy(job: Job, display: Display, policy: PolicyClient, teacher: Polic
 
 def load_first(job: Job, display: Display, policy: PolicyClient) -> None:
     display.doing("loading weights")
-    policy.load_model(job.source.weights)
+    policy.load_model(job.base_model.weights)
     if "reference_logprobs" in job.method.needs:
         # The reference is the model the run began with, also when it goes on from a checkpoint.
         policy.hold_reference()

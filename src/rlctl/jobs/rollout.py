@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rlctl.backends.batching.batch import LogprobStats
@@ -15,58 +15,16 @@ from rlctl.backends.clients import generate_groups
 from rlctl.backends.messages import SampledGroup, Sampling
 from rlctl.checkpoints.model_source import Tell
 from rlctl.cluster.ray_session import fetch
-from rlctl.config.load import Resolved
 from rlctl.data.image_rows import IN_TEXT
 from rlctl.data.image_sources import MARK
 from rlctl.data.rollouts import Rollout, RolloutGroup, Turn
-from rlctl.errors import InputError
-from rlctl.jobs.generate import CompletionJob, completion_job, started_engines
-from rlctl.preparation.prepare import with_images, with_time
+from rlctl.jobs.completion_engines import started_engines
+from rlctl.jobs.episodes_job import EpisodesJob
 from rlctl.refit.decoding import policy_difference
-from rlctl.rewards.prepare_rewards import any_reward, mixed_rewards
 from rlctl.rewards.reward_plan import Rewards
 from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest
-from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.scored_groups import groups_with_scores
 from rlctl.rollouts.source import sample_seed
-from rlctl.runs.directory import Checkpoint
-
-
-@dataclass(frozen=True)
-class EpisodesJob:
-    """The episodes to play: who plays them, and on which rows."""
-
-    completions: CompletionJob
-    prompts: PromptStream
-    rewards: Rewards | None
-    count: int
-
-    def describe(self) -> list[str]:
-        """Return what is played, in lines for a person."""
-        environment = self.prompts.environment
-        of_rewards = self.rewards.describe() if self.rewards else []
-        return [*self.prompts.describe(), *(environment.describe() if environment else []), *of_rewards]
-
-
-def episodes_job(
-    resolved: Resolved, checkpoint: Checkpoint | None, count: int, compares: bool, tell: Tell
-) -> EpisodesJob:
-    """Open model, data and environment. Raises InputError for what is wrong with them."""
-    resolved = with_time(resolved if checkpoint else with_images(resolved))
-    job = replace(completion_job(resolved, 1, checkpoint, count, tell), compares=compares)
-    if checkpoint is not None and compares:
-        raise InputError("--check applies to a model: a checkpoint's refit is verified anyway.", "Leave it out.")
-    prompts = PromptStream.open_rollouts(job.config, job.model.source.directory)
-    for note in prompts.sources[0].encoder.notes_on(prompts.prompt_at(position) for position in range(count)):
-        tell(note)
-    listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
-    opened, time = prompts.encoder.opens_thought, job.config.model.chat_template_time
-    rewards = mixed_rewards(listed, opened=opened, time=time) if any_reward(listed) else None
-    if rewards is None and prompts.environment is None:
-        raise InputError(
-            "There is no environment and no reward: nothing to look at.", "Give --env, --tool or --reward."
-        )
-    return EpisodesJob(job, prompts, rewards, count)
 
 
 def play(job: EpisodesJob, tell: Tell) -> Iterator[dict[str, Any]]:

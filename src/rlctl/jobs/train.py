@@ -4,40 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rlctl.cluster.ray_session import BesideSession
-from rlctl.config.facts import FREE, LAYOUT, Unloadable
-from rlctl.config.files import user_path
-from rlctl.config.load import DEFAULT, PLANNER, Resolved, stored_values
-from rlctl.config.parallel import SIZES
-from rlctl.config.sources import ALGORITHM, Source, Value
-from rlctl.errors import InputError
+from rlctl.config.load import Resolved
 from rlctl.garbage import many_objects
-from rlctl.jobs.dry_run import DryRun, about
-from rlctl.jobs.training_run import RunSummary, run_training
-from rlctl.methods.configuration import from_sources
+from rlctl.jobs.resume import RUNS, resumed_job, run_to_resume
+from rlctl.jobs.run_summary import RunSummary
+from rlctl.jobs.shown_run import about
+from rlctl.jobs.training_run import run_training
 from rlctl.planner.result import Plan
 from rlctl.preparation.disk_space import require_disk
-from rlctl.preparation.prepare import Job, Starts, content_changes, prepare_job, version_changes
-from rlctl.preparation.run_workers import RunWorkersSpec, device_of, early_hosts
-from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run
+from rlctl.preparation.job import Job, prepare_job
+from rlctl.preparation.manifest import manifest_of
+from rlctl.preparation.run_workers import early_hosts
+from rlctl.preparation.worker_specs import RunWorkersSpec, device_of
+from rlctl.runs.directory import RunDirectory
 from rlctl.runs.interrupt import StopRequest
 from rlctl.settings.config import RlctlConfig
 from rlctl.telemetry.display import Display
-from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.start_watch import StartWatch
 from rlctl.training.loop import Loop
-from rlctl.training.schedule import learning_rate, weight_decay
-
-RUNS = Path("runs")
 
 
 def train_grpo(
@@ -78,7 +69,7 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest, ray: BesideS
     with _locked(run, run.create):
         try:
             display.log_to(run.log)
-            run.write_manifest(job.manifest())
+            run.write_manifest(manifest_of(job))
             _introduce(display, job, run)
             return run_training(job, run, display, stop, ray, resume=False, loop=loop)
         except BaseException as error:
@@ -117,144 +108,6 @@ def _resume(
         return run_training(job, run, display, stop, ray, resume=True, loop=loop)
 
 
-def run_to_resume(resolved: Resolved) -> RunDirectory:
-    """Return the run that `--run-dir` names, or the newest."""
-    named = resolved.config.run.dir
-    return RunDirectory(Path(named) if named else newest_run(RUNS))
-
-
-def values_of_run(place: Any) -> list[Value]:
-    """Return what the user of the run in `place` (None: the newest) has set, for the command line to be read on top of.
-    Where there is no run, nothing: the resume says so."""
-    run = RunDirectory(user_path(place) if isinstance(place, str) else newest_run(RUNS))
-    if not (run.path / MANIFEST).exists():
-        return []
-    # The run may have been moved, and algorithm and planner decide again.
-    values = (value for value in stored_values(run.manifest()["config"]) if value.key != "run.dir")
-    return [value for value in values if not value.origin.startswith((ALGORITHM, PLANNER))]
-
-
-def dry_resume(
-    resolved: Resolved, tell: Callable[[str], None], *, allow_changes: bool, completion: str | None = None
-) -> DryRun:
-    """Return what `--resume` would go on with, checked as a resume is."""
-    run = run_to_resume(resolved)
-    job = resumed_job(run, resolved, tell, allow_changes=allow_changes, completion=completion)
-    return DryRun.of(job)
-
-
-def resumed_job(
-    run: RunDirectory,
-    resolved: Resolved,
-    tell: Callable[[str], None],
-    *,
-    allow_changes: bool,
-    starts: Starts | None = None,
-    completion: str | None = None,
-) -> Job:
-    """Return what the run in `run` goes on with: its stored configuration and what `resolved` newly sets. Raises
-    InputError for a change of what its numbers follow from, unless `allow_changes`: then `tell` reports it."""
-    stored = run.manifest()
-    read_metrics(run.metrics)  # what is wrong with it is told before anything starts
-    edited = ["manifest.json was edited since rlctl wrote it"] if is_edited(stored) else []
-    merged, of_keys = continued(stored, resolved)
-    changes = [*edited, *version_changes(stored, tell), *of_keys.values()]
-    if changes and not allow_changes:
-        raise _refusal(changes[0])
-    if (lost := next(_unloadable(of_keys, merged), None)) and run.checkpoints():
-        raise InputError(
-            f"--resume: {lost}, and no checkpoint of the run can be loaded with that.",
-            "Leave it out, or start a new run.",
-        )
-    with run.opened_from_here():
-        job = prepare_job(merged, tell, starts=starts, completion=completion)
-    for change in [*changes, *content_changes(stored, job)]:
-        if not allow_changes:
-            raise _refusal(change)
-        tell(f"going on although {change}")
-    if change := _layout_change(stored, job):
-        tell(change)
-    checkpoints = run.checkpoints()
-    if checkpoints and (done := checkpoints[-1].step) >= job.config.run.steps:
-        if starts is not None:  # a run that was killed while it saved its last step lacks the line of it
-            run.open_metrics(checkpoints[-1])
-        raise InputError(
-            f"--resume: {run.path} has finished {done} steps, and run.steps is {job.config.run.steps}.",
-            "Give more with --steps.",
-        )
-    if checkpoints:
-        for change in _schedule_changes(stored, job.config, checkpoints[-1].step):
-            tell(change)
-    return job
-
-
-def _unloadable(changes: Mapping[str, str], merged: Resolved) -> Iterator[str]:
-    """Yield the changes of keys after which no checkpoint can be loaded."""
-    values = dict(merged.leaves())
-    for key, mark in merged.schema.with_mark(Unloadable).items():
-        if key in changes and (mark.to is None or values.get(key) in mark.to):
-            yield changes[key]
-
-
-def _refusal(change: str) -> InputError:
-    return InputError(
-        f"--resume: {change}.", "Restore it, start a new run, or add --allow-changes to continue with the change."
-    )
-
-
-def _layout_change(stored: dict[str, Any], job: Job) -> str | None:
-    """Return a note where the layout of the policy is not the one that the run was last started with."""
-    then, now = stored.get("plan", {}).get("training") or {}, job.plan.training
-    if now is None:
-        return None
-    before = replace(now.parallel, **{size: then[size] for size in SIZES if size in then})
-    backend = then.get("backend", job.plan.backend)
-    if (backend, before) == (job.plan.backend, now.parallel):
-        return _thread_change(stored, job)
-    was, now_is = before.name(), now.parallel.name()
-    if backend != job.plan.backend:
-        return (
-            f"training was laid out as {was} by {backend} and goes on as {now_is} by {job.plan.backend}: the weights "
-            "are the same, and the optimizer's moments start from zero"
-        )
-    return f"training was laid out as {was} and goes on as {now_is}: equal within rounding, not bitwise"
-
-
-def _thread_change(stored: dict[str, Any], job: Job) -> str | None:
-    then, now = stored["config"]["training.threads"]["value"], job.config.training.threads
-    if None in (then, now) or then == now:
-        return None
-    return (
-        f"training computed with training.threads = {then} and goes on with {now}: equal within rounding, not bitwise"
-    )
-
-
-ENDS_OF_SCHEDULES = frozenset(
-    f"{of}{key}" for of in ("scheduler.", "critic.scheduler.") for key in ("decay_steps", "weight_decay_steps")
-)
-"""Keys of the schedules whose unset value is `run.steps`."""
-
-
-def _schedule_changes(stored: dict[str, Any], config: RlctlConfig, done: int) -> Iterator[str]:
-    """Yield a note for each schedule that another number of steps stretches or shortens in the middle of the run."""
-    before, now = stored["config"]["run.steps"]["value"], config.run.steps
-    for model in config.schedules:
-        schedule = model.scheduler
-        for what, key, value_of, most, follows in (
-            ("learning rate", "decay_steps", learning_rate, model.lr, schedule.decay != "constant"),
-            ("weight decay", "weight_decay_steps", weight_decay, model.weight_decay,
-             schedule.start_weight_decay != schedule.end_weight_decay),
-        ):  # fmt: skip
-            if before == now or not follows or getattr(schedule, key) is not None:
-                continue
-            last, following = (value_of(step, of, most, schedule) for step, of in ((done - 1, before), (done, now)))
-            yield (
-                f"the {model.what}{what} was {last:.3g} in step {done} and is {following:.3g} in step {done + 1}: its "
-                f"schedule ends with the run, which has {now} steps instead of {before}. --set "
-                f"{model.prefix}scheduler.{key}={before} keeps the schedule that the run began with"
-            )
-
-
 @contextlib.contextmanager
 def _locked(run: RunDirectory, lock: Callable[[], None]) -> Iterator[None]:
     lock()
@@ -263,50 +116,6 @@ def _locked(run: RunDirectory, lock: Callable[[], None]) -> Iterator[None]:
             yield
     finally:
         run.release()
-
-
-def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, dict[str, str]]:
-    """Return the stored configuration with the new values of `resolved`, and a sentence for each key that a resumed run
-    should not change. Where the layout changes, the planner decides its values again; the user's values stay."""
-    then, values = stored["config"], stored_values(stored["config"])
-    given = [value for value in resolved.given() if not _yields_to_user(value, then)]
-    changed = [value for value in given if value.key not in then or then[value.key]["value"] != value.value]
-    if any(value.key == "run.algorithm" for value in changed):
-        values = [value for value in values if not value.origin.startswith(ALGORITHM)]
-    schema = resolved.schema
-    if any(LAYOUT in schema.facts(value.key) for value in changed):
-        # A backend that the planner chose goes on too, unless another is asked for.
-        values = [value for value in values if value.origin != PLANNER or value.key == "training.backend"]
-    changes: dict[str, str] = {}
-    for value in changed:
-        before = then.get(value.key)
-        unset = value.key in ENDS_OF_SCHEDULES and before is not None and before["value"] is None
-        if unset and value.value == then["run.steps"]["value"]:
-            continue  # what the unset key meant
-        if before and _is_same_file(Path(stored.get("working_directory", "")), before["value"], value.value):
-            continue
-        if not schema.facts(value.key) & (FREE | LAYOUT):
-            begun = f"the run was begun with {before['value']!r}" if before else "it was not set at first"
-            changes[value.key] = f"`{value.key}` = {value.value!r} ({value.origin}), but {begun}"
-    undecided = [value for value in given if value.key in then and then[value.key]["origin"] in (DEFAULT, PLANNER)]
-    return from_sources([Source(values, shared=True), Source([*undecided, *changed], shared=True)]), changes
-
-
-def _is_same_file(begun_in: Path, before: Any, now: Any) -> bool:
-    """Return whether a path, or `file.py:name`, is another way to write the one that the run was begun with."""
-    if not (isinstance(before, str) and isinstance(now, str)):
-        return False
-    then, here = begun_in / user_path(before), user_path(now)
-    if os.path.exists(then) and os.path.exists(here):  # Path.exists raises for a long template
-        return os.path.samefile(then, here)
-    (file, colon, name), (file_now, _, name_now) = before.rpartition(":"), now.rpartition(":")
-    return bool(colon) and name == name_now and _is_same_file(begun_in, file, file_now)
-
-
-def _yields_to_user(value: Value, stored: dict[str, Any]) -> bool:
-    """Return whether an algorithm sets a value here that the user has set when the run began."""
-    before = stored.get(value.key, {"origin": DEFAULT})["origin"]
-    return value.origin.startswith(ALGORITHM) and not before.startswith((ALGORITHM, DEFAULT))
 
 
 def unused_place(place: Path) -> Path:

@@ -11,7 +11,8 @@ from typing import Any
 
 from rlctl.config import load
 from rlctl.config.load import Resolved, gathered
-from rlctl.config.schema import Registry, Schema
+from rlctl.config.recipes import Registry
+from rlctl.config.schema import Schema
 from rlctl.config.section import Section
 from rlctl.config.sources import Source, Value, method_source
 from rlctl.errors import ConfigError

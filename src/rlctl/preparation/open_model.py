@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlctl.checkpoints.conversion.prepared_model import body_of, merged, planned_text_part, repositioned, text_part_of
 from rlctl.checkpoints.hf.hf_files import read_config, refuse_quantized
@@ -14,28 +14,19 @@ from rlctl.checkpoints.megatron.lora_weights import adapter_keys
 from rlctl.checkpoints.megatron.megatron_directory import find, is_of_run, manifest_of
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
 from rlctl.config.files import user_path
-from rlctl.config.presets import preset_names, read_preset
 from rlctl.config.user_code import MODEL
-from rlctl.data.chat import load_tokenizer
-from rlctl.errors import InputError, RlctlError, listed
-from rlctl.methods.available import method_from_config
-from rlctl.models.catalog import CatalogEntry, entries, lookup_entry, near
+from rlctl.errors import InputError, listed
+from rlctl.models.catalog import lookup_entry, near
 from rlctl.models.facts import ModelFacts
-from rlctl.models.families import FAMILIES, has_file
+from rlctl.models.families import has_file
 from rlctl.models.hf_config import most_positions, rope_of
 from rlctl.models.vision import VISION_FAMILIES, vision_family, why_untrained
-from rlctl.planner.costs.parameters import count
-from rlctl.planner.from_config import plan_from_config
 from rlctl.preparation.laptop_model import supply
 from rlctl.preparation.laptop_vision import supply_vision
 from rlctl.rewards.reward_model_scorer import reward_model
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import ModelConfig
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-SHOWN = 5
 WHOLE = "; no image tokens are counted. Data with images, or --set model.images=true, trains all of it"
 
 
@@ -247,52 +238,3 @@ def open_scorer(config: RlctlConfig, *, weights: bool = True) -> NamedModel | No
         if names[0] in error.message:
             raise
         raise InputError(f"Reward {names[0]!r}: {error.message}", error.hint) from error
-
-
-def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase, teacher: NamedModel) -> None:
-    """Raise InputError unless a number stands for the same token in the policy and in its teacher. The tokens that end
-    a completion may be others, as they are of a base model and one that was trained on it."""
-    theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
-    ours_of, theirs_of = tokenizer.get_vocab(), theirs.get_vocab()
-    different = sum(ours_of.get(token) != theirs_of.get(token) for token in ours_of.keys() | theirs_of.keys())
-    special = set(tokenizer.all_special_ids) ^ set(theirs.all_special_ids)
-    if (different or special) and (named := config.named_teacher):
-        what = (f"{different:,} tokens of their vocabularies differ" if different else
-                f"the special tokens differ ({', '.join(map(str, sorted(special)[:5]))})")  # fmt: skip
-        raise InputError(
-            f"The teacher {named.model} does not read the tokens of {config.model.name}: {what}.",
-            f"A teacher needs the policy's tokenizer: choose one of the same family.{named.other_tokenizer_hint}",
-        )
-
-
-def what_there_is(config: RlctlConfig) -> str:
-    """Return lines with an example, the presets, and the largest models that `config` can train on this machine."""
-    width = max(map(len, preset_names()))
-    presets = [f"    {name:<{width}}  {read_preset(name).description}" for name in preset_names()]
-    lines = ["Begin with `rlctl train grpo --preset laptop`, or name a --model and a --preset. Presets:", *presets]
-    if fitting := models_that_fit(config):
-        names = ", ".join(entry.names[0] for entry in fitting)
-        lines += ["  The largest models of the catalog that train on this machine:", f"    {names}"]
-    else:
-        lines.append("  No model of the catalog trains on this machine with these settings.")
-    return "\n".join([*lines, "  `rlctl plan --model NAME` shows how a model would train, here or with --gpu TYPE."])
-
-
-def models_that_fit(config: RlctlConfig, most: int = SHOWN) -> list[CatalogEntry]:
-    """Return the `most` largest models of the catalog that `config` has a plan for which can be run. A search by
-    halves finds the largest: what fits for one size is taken to fit for smaller ones."""
-    found = [(entry, entry.facts) for entry in entries() if entry.facts and entry.facts.family in FAMILIES]
-    known = sorted(found, key=lambda one: count(one[1]).total)
-    low, high = 0, len(known)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if _fits(config, known[middle][1]) else (low, middle)
-    return [entry for entry, facts in known[max(0, low - 2 * most) : low] if _fits(config, facts)][::-1][:most]
-
-
-def _fits(config: RlctlConfig, facts: ModelFacts) -> bool:
-    try:
-        workload = method_from_config(config, tries_loss=False).workload(facts)
-        return plan_from_config(config, facts, workload).runnable
-    except RlctlError:
-        return False

@@ -12,7 +12,7 @@ from dataclasses import replace
 from rlctl.data.prompt_rows import PromptRow, answer_text
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
-from rlctl.preparation.prepare import Job
+from rlctl.preparation.job import Job
 from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.rewards.scoring_process import ScoringProcess, Work
 from rlctl.rollouts.prompt_order import OpenedSource

@@ -20,7 +20,7 @@ from rlctl.config.user_code import MODEL
 from rlctl.data.mixing import source_settings
 from rlctl.planner.choice import TEACHER_SIZES
 from rlctl.planner.result import Plan
-from rlctl.preparation.run_workers import training_of
+from rlctl.preparation.worker_specs import training_of
 from rlctl.settings.config import RlctlConfig, RolloutConfig
 from rlctl.settings.rewards import RewardTerm, SourceReward
 

@@ -58,7 +58,7 @@ class TaskScorer:
 
     def __init__(self, task: GymTask, extraction: Extraction, *, opened: bool = False) -> None:
         # Imports reasoning-gym with all its tasks: seconds.
-        from rlctl.data.prompts import build_task
+        from rlctl.data.gym_tasks import build_task
 
         self._dataset = build_task(task)
         self._extraction: Extraction = extraction

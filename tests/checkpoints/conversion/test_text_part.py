@@ -15,9 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf, take_text_part
+from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf
 from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
 from rlctl.checkpoints.conversion.prepared_model import TEXT, conversion_directory, require_seen
+from rlctl.checkpoints.conversion.text_model import take_text_part
 from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.hf.text_config import text_config
 from rlctl.checkpoints.inspection import inspect

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rlctl.checkpoints.conversion import record
-from rlctl.checkpoints.conversion.exported import PREDICTING, exported_weights
+from rlctl.checkpoints.conversion.exported import exported_weights
 from rlctl.checkpoints.conversion.run_tokenizer import take_tokenizer_of_run
 from rlctl.checkpoints.conversion.stream import (
     Beside,
@@ -25,12 +25,11 @@ from rlctl.checkpoints.conversion.stream import (
     stream,
     verify,
 )
-from rlctl.checkpoints.conversion.text_checkpoint import OTHER, RawTensors, text_layouts, whole_layouts
+from rlctl.checkpoints.conversion.text_checkpoint import OTHER, RawTensors, whole_layouts
 from rlctl.checkpoints.hf.hf_files import WEIGHTS, copy_companions, read_object
 from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.hf.reward_models import require_loadable, with_score
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, SafetensorsWriter
-from rlctl.checkpoints.hf.text_config import text_config, write_companions
 from rlctl.checkpoints.hf.text_part import TextPart
 from rlctl.checkpoints.identity import damaged_files, source_identity
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, LATEST, RELEASE, MegatronDirectory, find
@@ -201,25 +200,6 @@ def _copy_other_files(directory: Path, aside: Path) -> None:
     for path in directory.iterdir():
         if path.is_file() and not any(map(path.match, (*WEIGHTS, record.RECORD))):
             shutil.copyfile(path, aside / path.name)
-
-
-def take_text_part(source: Path, destination: Path, options: Options | None = None) -> Report:
-    """Write a multimodal model's text part as a separate model in its dtypes. Raises like `hf_to_megatron`, and
-    InputError for an untrainable text part."""
-    options, part = options or Options(), TextPart.open(source)
-    stored, text_layout = text_layouts(part)
-    config = text_config(source)
-    called_for = {key: 0 for key in PREDICTING if config.get(key) and not part.facts.mtp_layers}
-
-    def write(aside: Path) -> Streamed:
-        if called_for:
-            options.tell("without the multi-token-prediction layers, which transformers' text model does not have")
-        write_companions(source, aside, config | called_for)
-        writer = SafetensorsWriter(aside, part.specs, options.shard_bytes)
-        done = _write_safetensors(aside, SingleWorld(stored), RawTensors(part.files), text_layout, writer, options)
-        return replace(done, fingerprints={})  # in the dtypes of the files; nothing else is created
-
-    return _write_under_lock(destination, (source,), part.specs, options, record.text_wanted(source), write)
 
 
 def _write_safetensors(

@@ -233,8 +233,9 @@ def fingerprints_of(source: ModelSource, dtype: str) -> dict[str, int]:
 
 
 def _convert_here(source: Path, destination: Path, dtype: str) -> None:
-    from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf, take_text_part
+    from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf
     from rlctl.checkpoints.conversion.stream import progress_bar
+    from rlctl.checkpoints.conversion.text_model import take_text_part
 
     with progress_bar() as show:
         tell = partial(print, flush=True)

@@ -1,0 +1,106 @@
+"""The models and checkpoints that an evaluation compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlctl.config.load import DEFAULT, Resolved
+from rlctl.config.sources import Source, Value
+from rlctl.errors import InputError, listed
+from rlctl.jobs.run_configuration import of_run
+from rlctl.methods.configuration import from_sources
+from rlctl.preparation.named import TIME, with_time
+from rlctl.runs.directory import Checkpoint
+from rlctl.runs.evaluation_file import SampleFile
+
+TEMPERATURE = "generation.temperature"
+SHARED = (
+    "data.system_prompt", "data.prompt_template", "data.prompt_suffix", "generation.max_new_tokens", "generation.stop",
+    TEMPERATURE, "generation.top_p", "generation.top_k", "generation.min_p", "run.seed", TIME,
+)  # fmt: skip
+"""Keys that are the same for all models of an evaluation: those of the first run, or else of the first model, where the
+command line sets none."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that is evaluated, or a checkpoint of a run."""
+
+    label: str
+    resolved: Resolved
+    checkpoint: Checkpoint | None = None
+
+
+def candidates(
+    given: Sequence[str | Path], steps: Sequence[int], resolve: Callable[[str | None], Resolved], n: int
+) -> tuple[Candidate, ...]:
+    """Return the models and checkpoints to evaluate, in the order of `given`: a name is a model, and a path is a run,
+    of which the newest checkpoint or those of `steps` are evaluated. `resolve` returns the configuration of the command
+    line with a model.
+
+    Raises InputError where there is none, or one is there twice, and for a step without a run.
+    """
+    if steps and not any(isinstance(one, Path) for one in given):
+        raise InputError(f"--step {steps[0]} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
+    asked, found = resolve(None), list[Candidate]()
+    for one in given:
+        if isinstance(one, Path):
+            found += [_of_run(one, step, asked) for step in (steps or [None])]
+        else:
+            found.append(_of_model(resolve(one)))
+    if not given and asked.config.model.name:
+        found = [_of_model(asked)]
+    if not found:
+        raise InputError("There is no model to evaluate.", "Give --model NAME, or --run-dir DIR.")
+    labels = [one.label for one in found]
+    if twice := {label for label in labels if labels.count(label) > 1}:
+        raise InputError(f"{listed(sorted(twice))} is given twice.", "Name each model and each step once.")
+    first = leading(found)
+    shared = dict(first.resolved.leaves())
+    origin = f"eval, as {first.label}"
+    values = {key: Value(key, shared[key], origin) for key in SHARED}
+    if asked.origin[TEMPERATURE] == DEFAULT:
+        # A run's own is that of its rollouts; one sample is the most likely one.
+        values[TEMPERATURE] = Value(TEMPERATURE, 0.0 if n == 1 else 1.0, f"eval, with --n {n}")
+    # The length that a run's prompts left room for says nothing about those of a task.
+    own = set() if asked.origin["model.max_length"] != DEFAULT else {"model.max_length"}
+    return tuple(replace(one, resolved=_with(one.resolved, list(values.values()), own)) for one in found)
+
+
+def leading(found: Sequence[Candidate]) -> Candidate:
+    return next((one for one in found if one.checkpoint), found[0])
+
+
+def _with(resolved: Resolved, values: Sequence[Value], left_out: set[str]) -> Resolved:
+    """Return the configuration with those of `values` that are others than its own, and without `left_out`."""
+    own = dict(resolved.leaves())
+    below = [value for value in resolved.given() if value.key not in left_out]
+    changed = [value for value in values if own.get(value.key) != value.value]
+    return from_sources([Source(below), Source(changed, shared=True)], type(resolved.config))
+
+
+def _of_run(directory: Path, step: int | None, asked: Resolved) -> Candidate:
+    resolved, checkpoint = of_run(directory, step, asked)
+    return Candidate(f"{directory.resolve().name} step {checkpoint.step}", resolved, checkpoint)
+
+
+def _of_model(resolved: Resolved) -> Candidate:
+    name = resolved.config.model.name or ""
+    return Candidate(Path(name).name if Path(name).is_dir() else name, resolved)
+
+
+def with_vision(found: Candidate) -> Candidate:
+    """Return a model that is opened with the part that reads images; a run has its own setting."""
+    resolved = found.resolved
+    if found.checkpoint is not None or resolved.config.model.images is not None:
+        return found
+    return replace(found, resolved=resolved.with_values({"model.images": True}))
+
+
+def at_one_time(found: Sequence[Candidate], file: SampleFile) -> list[Candidate]:
+    """Return models whose chat templates write the same time: the first one's, else the time of the file's samples,
+    else now."""
+    time = with_time(leading(found).resolved, file.setting(TIME)).config.model.chat_template_time
+    return [replace(one, resolved=with_time(one.resolved, time)) for one in found]

@@ -1,0 +1,65 @@
+"""The model of a refit test, and the plan that `train` would run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlctl.backends.base import resolve_dtype
+from rlctl.backends.lookup import engine_backend
+from rlctl.checkpoints.model_source import ModelSource
+from rlctl.config.load import Resolved
+from rlctl.methods.available import method_from_config
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.result import Plan
+from rlctl.preparation.open_model import open_model
+from rlctl.preparation.planned import require_devices, runnable_plan
+from rlctl.preparation.worker_specs import RunWorkersSpec, device_of, planned_workers
+from rlctl.refit.session import Receive
+from rlctl.settings.config import RolloutConfig
+
+MAX_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class RefitTestJob:
+    """The model to test, and the plan that `train` would run."""
+
+    config: RolloutConfig
+    """With the values of `plan`."""
+    base_model: ModelSource
+    facts: ModelFacts
+    plan: Plan
+    """How `train` would lay out policy and engines."""
+    receive: Receive = "auto"
+    repeat: int = 2
+
+    @property
+    def dtype(self) -> str:
+        return resolve_dtype(self.config.model.dtype, device_of(self.plan))
+
+    def workers(self) -> RunWorkersSpec:
+        """The workers of a training run, with room for the test's short completions alone."""
+        directory, empty = self.base_model.directory, self.base_model.megatron is not None
+        return planned_workers(
+            self.config, self.facts, self.plan, directory, None,
+            max_length=self.max_length, dummy_weights=empty,
+        )  # fmt: skip
+
+    @property
+    def max_length(self) -> int:
+        return min(self.config.model.max_length or MAX_LENGTH, self.facts.max_length)
+
+
+def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Callable[[str], None]) -> RefitTestJob:
+    """The test of the configured model under the plan that `train` would run; what the plan refuses is refused before
+    weights are fetched."""
+    resolved.require_supported()
+    model = open_model(resolved.config.model, weights=False)
+    planned, plan = runnable_plan(resolved, model.facts, method_from_config(resolved.config, tries_loss=False))
+    engine_backend(planned.config.generation.backend).refuse(planned.config, model.facts, device_of(plan))
+    require_devices(plan, resolved.config)
+    model = open_model(planned.config.model, tell)
+    if model.source.note:
+        tell(model.source.note)
+    return RefitTestJob(planned.config, model.source, model.facts, plan, receive, repeat)

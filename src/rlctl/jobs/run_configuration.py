@@ -1,0 +1,41 @@
+"""The configuration of a finished or running run under what a command line sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlctl.config.facts import LAYOUT
+from rlctl.config.load import Resolved, stored_values
+from rlctl.config.sources import Source
+from rlctl.errors import InputError
+from rlctl.methods.available import method_class
+from rlctl.methods.configuration import from_sources
+from rlctl.runs.directory import Checkpoint, RunDirectory
+from rlctl.settings.config import RolloutConfig
+from rlctl.training.capabilities import ScalarHead
+
+
+def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved, Checkpoint]:
+    """The configuration a run was made with, under what this command line sets, and the checkpoint wanted of it. How
+    the run was laid out over its devices, and which cluster it joined, is left out: engines are planned for the devices
+    that are here now."""
+    run = RunDirectory(directory)
+    stored = run.manifest()
+    checkpoints = run.checkpoints()
+    found = [one for one in checkpoints if step is None or one.step == step]
+    if not found:
+        have = ", ".join(str(one.step) for one in checkpoints) or "none"
+        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        raise InputError(
+            f"--run-dir {directory} does not have {wanted} (it has: {have}).", "Choose another with --step."
+        )
+    left_out = {*asked.schema.with_fact(LAYOUT), "cluster.ray_address"}
+    values = [value for value in stored_values(stored["config"]) if value.key not in left_out]
+    resolved = from_sources([Source(values, shared=True), Source(asked.given(), shared=True)], RolloutConfig)
+    method = method_class(resolved.config.run.algorithm)
+    if method is not None and issubclass(method, ScalarHead):
+        raise InputError(
+            f"--run-dir {directory} holds a reward model, which scores texts and writes none.",
+            f"Export it (rlctl convert megatron-to-hf {directory} DIR), and score with --reward model:DIR.",
+        )
+    return resolved, found[-1]

@@ -1,0 +1,62 @@
+"""What a run's processes use and how far they are: memory, processors, progress of a phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlctl.cluster.usage import UsageSampler, system_metrics
+from rlctl.config.files import write_json
+from rlctl.errors import RlctlError, WorkerError
+from rlctl.preparation.run_workers import RunWorkers
+from rlctl.refit.sync import WeightSync
+from rlctl.runs.directory import RunDirectory
+from rlctl.settings.run import BatchConfig
+from rlctl.telemetry.display import Display
+from rlctl.telemetry.phases import Phase
+
+
+class Machine:
+    """Asks once a step for the memory and processors that driver, ranks and engines use."""
+
+    def __init__(self, workers: RunWorkers, sync: WeightSync | None) -> None:
+        self._workers, self._sync, self._driver = workers, sync, UsageSampler()
+        self._told_engines = 0
+        self.metrics()  # the next answer is of the time since this one
+
+    def losses(self) -> dict[str, int]:
+        """Return how many engines were lost since the last call, if any."""
+        lost = 0 if self._sync is None else self._sync.lost_engines
+        new, self._told_engines = lost - self._told_engines, lost
+        return {"lost_engines": new} if new else {}
+
+    def metrics(self) -> dict[str, Any]:
+        """Return `system` of a metrics line. Processes that are gone are left out."""
+        driver = self._driver.sample()
+        try:
+            used = {name: group.usage() for name, group in self._workers.groups.items()}
+            policy = [one for name in ("policy", "teacher", "reward-model") for one in used.get(name, [])]
+            return system_metrics(driver, policy, used.get("engine", []))
+        except RlctlError:  # Ray is broken, which the step that needs it tells
+            return system_metrics(driver, [], [])
+
+
+def keep_memory(run: RunDirectory, workers: RunWorkers, display: Display) -> None:
+    """Write what the processes held at most, for `rlctl plan --run`. Without them a run does not fail."""
+    display.doing("stopping the processes")
+    try:
+        write_json(run.memory, {name: group.peak_memory() for name, group in workers.groups.items()})
+    except (WorkerError, OSError) as error:
+        display.say(f"The processes' memory was not recorded: {error}")
+
+
+def progress_of(workers: RunWorkers, batch: BatchConfig) -> Callable[[Phase], tuple[int, int] | None]:
+    def progress(phase: Phase) -> tuple[int, int] | None:
+        if phase is Phase.GENERATION and workers.engines is not None:
+            told = workers.engines.group.progress()
+            return (sum(done for done, _ in told.values()), batch.rollouts) if told else None
+        if phase in (Phase.TRAINING, Phase.LOGPROBS, Phase.CRITIC):
+            return workers.policy.group.part([0]).progress().get(0)
+        return None
+
+    return progress

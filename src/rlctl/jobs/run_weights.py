@@ -1,0 +1,98 @@
+"""The weights of a run: conversion, checkpoint, reference log-probs and refits of its engines."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+from rlctl.backends.clients import PolicyClient
+from rlctl.checkpoints.conversion.prepared_model import prepared, require_seen
+from rlctl.checkpoints.model_source import ModelSource
+from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.result import Plan
+from rlctl.preparation.job import Job
+from rlctl.preparation.run_workers import RunWorkers
+from rlctl.refit.sync import WeightSync
+from rlctl.rollouts.dataset import HeldOutTexts, TextStream
+from rlctl.runs.directory import Checkpoint, RunDirectory
+from rlctl.telemetry.display import Display
+from rlctl.training.agreement import error_limit
+from rlctl.training.reference_logprobs import precompute_reference
+from rlctl.training.saving import newest_intact
+
+
+def converted(job: Job, display: Display) -> Job:
+    """Return the job with the policy's and the teacher's models converted, where the backend reads converted ones.
+
+    Raises MachineError where the run has nodes that may not see the model."""
+    for files in (job.base_model, *([job.teacher.source] if job.teacher else [])):
+        require_seen(files, job.plan.cluster.nodes)
+    if job.converts and job.base_model.megatron is None:
+        display.doing("preparing the converted model", own_bar=True)
+        job = replace(job, base_model=prepared(job.base_model, job.dtype, job.plan.cluster.nodes, display.say))
+    if job.converts and job.teacher is not None and job.config.named_teacher:
+        display.doing("preparing the converted teacher", own_bar=True)
+        source = prepared(job.teacher.source, job.dtype, job.plan.cluster.nodes, display.say)
+        job = replace(job, teacher=replace(job.teacher, source=source))
+    return job
+
+
+def load_newest(
+    run: RunDirectory, policy: PolicyClient, display: Display, manifest: dict[str, Any]
+) -> Checkpoint | None:
+    """Bring the policy to where the run goes on from; None: there is no checkpoint yet. Only then does `manifest`
+    replace the stored one: with a change that the checkpoint cannot be loaded with, the run stays what it was."""
+    display.doing("checking the checkpoint")
+    found = newest_intact(run, policy, display.say)
+    if found is None:
+        display.say("no checkpoint yet: starting again from step 1")
+    else:
+        display.say(f"resuming after step {found.step}")
+        policy.load_saved(found.policy)
+    run.write_manifest(manifest)
+    return found
+
+
+def open_weight_sync(
+    job: Job, workers: RunWorkers, source: ModelSource | None, display: Display, stack: contextlib.ExitStack
+) -> WeightSync:
+    """Return the synchronization of a run's weights, closed by `stack`. `source` None: they are those of a
+    checkpoint."""
+    settings = job.config.engine_settings
+    assert settings is not None  # weights are sent to engines
+    sync = workers.weight_sync(
+        settings.refit, source, offload=job.offload, tell=display.say,
+        restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
+        shown=job.prompts.encoder.shown_image() if job.facts.vision is not None else None,
+    )  # fmt: skip
+    assert workers.spec.engines is not None  # weights are sent to engines
+    flag = workers.spec.engines.backend.without_graphs
+    sync.devices.when_all_sleep = lambda used: display.say(doubt) if (doubt := crowded(job.plan, used, flag)) else None
+    return stack.enter_context(sync)
+
+
+def crowded(plan: Plan, used: tuple[int, int], flag: str) -> str:
+    """Return why training will not fit after all, with `used` (bytes in use, all bytes) of a GPU on which policy and
+    engines sleep; empty: it fits. `flag`: the one with which engines keep less, empty where there is none."""
+    in_use, size = used
+    training = plan.memory["training"]
+    planned = training.parts["engine asleep"] + plan.memory["generation"].parts["policy asleep"]
+    need = training.total + in_use - planned
+    if need <= size:
+        return ""
+    return (
+        f"While policy and engines sleep, {in_use / GIB:.1f} GiB of a GPU are in use, and the plan has "
+        f"{planned / GIB:.1f}. Training then needs about {need / GIB:.1f} GiB of {size / GIB:.1f} and may run out of "
+        "memory. Give it less with --set training.micro_batch_tokens=N"
+        + (f", or engines that keep less with {flag} (no CUDA graphs)." if flag else ".")
+    )
+
+
+def keep_reference_logprobs(job: Job, run: RunDirectory, policy: PolicyClient) -> None:
+    """Give training and validation the log-probs of the reference, which is what the policy is now."""
+    assert isinstance(job.prompts, TextStream)  # pairs are texts
+    parts = [("training", job.prompts, job.prompts.used, job.prompts.fingerprint())]
+    if isinstance(job.validation, HeldOutTexts):
+        parts.append(("held out", job.validation.stream, [*job.validation.rows], job.validation.fingerprint))
+    precompute_reference(run.path / "reference.json", policy, job.method, parts, job.config.batch.prompts)

@@ -1,0 +1,123 @@
+"""Last stage of preparing a run, and all stages in order: the job that training starts from.
+
+    Named -> Located (facts) -> Planned (for short prompts) -> Opened (data, rewards) -> Job (the plan of the steps)
+
+Each stage is a frozen dataclass, and replaces the configuration in one place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlctl.backends.base import Device, Dtype, Teaching, resolve_dtype
+from rlctl.checkpoints.model_source import Tell
+from rlctl.config.load import Resolved
+from rlctl.methods.rl.critic import METRICS as CRITIC_METRICS
+from rlctl.planner.make_plan import refuse_unrunnable
+from rlctl.planner.result import Plan
+from rlctl.planner.views.render import plan_text
+from rlctl.preparation.located import ASSUMED_GPU, locate
+from rlctl.preparation.named import Named, name_run
+from rlctl.preparation.opened import Opened, open_run
+from rlctl.preparation.planned import plan_run, require_devices, require_refit_directory
+from rlctl.preparation.step_plan import step_plan
+from rlctl.preparation.worker_specs import RunWorkersSpec, converts, device_of, planned_teacher, planned_workers
+from rlctl.settings.config import RlctlConfig
+from rlctl.telemetry.metrics import Metric
+from rlctl.training.capabilities import HasCritic
+from rlctl.training.run_loss import declared
+
+log = logging.getLogger(__name__)
+Starts = Callable[[RlctlConfig, Plan, RunWorkersSpec], None]
+"""Begins to start what a plan needs: Ray, and processes that the run will probably have."""
+
+
+def prepare_job(
+    resolved: Resolved,
+    tell: Tell = lambda _: None,
+    *,
+    starts: Starts | None = None,
+    completion: str | None = None,
+) -> Job:
+    """Resolve the model, open data and rewards, plan. Starts no process; `tell` reports what takes long.
+
+    `starts`: the run is to start, so that this machine (or the cluster to join) must have the plan's devices; it is
+    called once they and all that needs no weights, data or tokenizer are checked. `completion`: a text that the rewards
+    are tried on, in addition to the first row's reference answer.
+
+    Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
+    that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
+    """
+    return job_of(name_run(resolved, tell), tell, starts=starts, completion=completion)
+
+
+def job_of(named: Named, tell: Tell, *, starts: Starts | None = None, completion: str | None = None) -> Job:
+    """Prepare a run from its first stage as `prepare_job` does."""
+    planned = plan_run(locate(named, tell, assume=ASSUMED_GPU if starts is None else None))
+    if starts is not None:
+        config, facts, early = planned.config, planned.facts, planned.early
+        require_devices(early, config)
+        require_refit_directory(config)
+        starts(config, early, planned_workers(config, facts, early, Path(), None, planned.method, dummy_weights=True))
+    opened = open_run(planned, tell, copies=starts is not None, completion=completion)
+    teacher = opened.teacher.facts if opened.teacher else None
+    plan = step_plan(opened.config, opened.facts, opened.method, opened.prompts, teacher, opened.assume)
+    refuse_unrunnable(plan)
+    log.info("chosen:\n%s", plan_text(plan, opened.config.model.name or ""))
+    return Job(**{**vars(opened), "resolved": opened.resolved.with_plan(plan), "plan": plan})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Opened):
+    """Everything a run is made from. The configuration holds the plan's values."""
+
+    plan: Plan
+
+    @property
+    def device(self) -> Device:
+        return device_of(self.plan)
+
+    @property
+    def dtype(self) -> Dtype:
+        return resolve_dtype(self.config.model.dtype, self.device)
+
+    @property
+    def converts(self) -> bool:
+        """Whether the run starts from a conversion of the model."""
+        return converts(self.config, self.plan)
+
+    @property
+    def offload(self) -> bool:
+        """Whether the policy waits in host memory during generation."""
+        wanted = self.config.training.offload
+        return (self.device == "cuda" and self.plan.colocated) if wanted is None else wanted
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The metrics that are computed while the run trains."""
+        critic = self.method.critic if isinstance(self.method, HasCritic) else None
+        return (*declared(self.method), *(CRITIC_METRICS if critic else ()))
+
+    def workers_spec(self) -> RunWorkersSpec:
+        """The processes to start. The engines read no weights: the first refit fills them."""
+        workers = planned_workers(
+            self.config, self.facts, self.plan, self.base_model.directory, self.rewards, self.method, dummy_weights=True
+        )
+        if workers.engines is not None and self.facts.vision is not None:
+            never = self.prompts.encoder.never_sampled
+            workers = replace(workers, policy=replace(workers.policy, never=never))
+        teacher = None
+        if self.teacher is not None:
+            top = self.method.teacher_top
+            teacher = planned_teacher(self.config, self.facts, self.teacher.facts, self.plan, self.method)
+            teacher = replace(teacher, model_dir=self.teacher.source.directory)
+            if self.projection is not None and teacher.teaches is not None:  # padding is not a token of the teacher
+                vocab = min(self.projection.teacher_vocab, teacher.teaches.vocab)
+                teacher = replace(teacher, teaches=Teaching(vocab, min(top, vocab), by_text=True))
+        if self.prompts.environment is not None and workers.engines is not None:
+            episode = replace(self.prompts.environment, max_length=workers.engines.engine.max_length)
+            workers = replace(workers, engines=replace(workers.engines, episode=episode))
+        return replace(workers, validation=self.validation.rewards if self.validation else None, teacher=teacher)

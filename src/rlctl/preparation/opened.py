@@ -1,0 +1,128 @@
+"""Fourth stage of preparing a run: weights, data, rewards and tokenizers, opened and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlctl.checkpoints.model_source import ModelSource, Tell
+from rlctl.config.load import Resolved
+from rlctl.config.sources import Value
+from rlctl.config.user_code import MODEL
+from rlctl.data.cross_tokens import Projection
+from rlctl.data.image_rows import require_images
+from rlctl.data.image_sources import IMAGE
+from rlctl.models.constraints import OVERFLOWS_IN_FLOAT16
+from rlctl.models.facts import ModelFacts
+from rlctl.preparation.lengths import fitting_length, repeated_rows, steps_of_epochs, tell_of_little_room
+from rlctl.preparation.located import Located
+from rlctl.preparation.named import CLOCK, TIME
+from rlctl.preparation.open_model import NamedModel, open_model, open_teacher
+from rlctl.preparation.planned import Planned
+from rlctl.preparation.step_plan import is_scored
+from rlctl.preparation.teacher_tokens import projection_to, require_same_tokens
+from rlctl.rewards.prepare_rewards import mixed_rewards
+from rlctl.rewards.reward_plan import Rewards
+from rlctl.rollouts.dataset import HeldOutTexts
+from rlctl.rollouts.prompt_order import PromptStream
+from rlctl.rollouts.validation import ValidationSet
+from rlctl.settings.config import RlctlConfig
+from rlctl.telemetry.start_watch import bounded_wait
+from rlctl.training.capabilities import Refuses
+from rlctl.training.method import Method
+
+
+@dataclass(frozen=True)
+class Opened(Located):
+    """A run with its data and its rewards. The configuration holds the lengths and the steps that follow from them."""
+
+    base_model: ModelSource
+    """The model that the run begins with."""
+    prompts: PromptStream
+    rewards: Rewards | None
+    """None: nothing is scored."""
+    validation: ValidationSet | HeldOutTexts | None = None
+    """None: the run does not validate."""
+    teacher: NamedModel | None = None
+    """A teacher or a reward model; None: the run has neither."""
+    projection: Projection | None = None
+    """Not None: the teacher has a tokenizer of its own."""
+    prompt_tokens: tuple[int, ...] = ()
+    """Lengths of the first prompts that the run uses."""
+    notes: tuple[str, ...] = ()
+    """Notes on rows of the data."""
+
+
+def open_run(planned: Planned, tell: Tell, *, copies: bool, completion: str | None) -> Opened:
+    """Open models, data and rewards. `copies`: the text part of a model that reads images is written to the cache.
+    `completion`: a text that the rewards are tried on, in addition to the first row's reference answer.
+
+    Raises InputError for models, data, rewards and prompts that cannot be used.
+    """
+    config, method = planned.config, planned.method
+    model, teacher = open_model(config.model, tell, copies=copies), open_teacher(config, tell, copies=copies)
+    directory = model.source.directory
+    if isinstance(method, Refuses):
+        method.refuse_model(directory)
+    if config.model.dtype == "float16" and model.facts.family in OVERFLOWS_IN_FLOAT16:
+        tell(f"Warning: activations of {model.facts.family} overflow in float16. model.dtype=bfloat16 can hold them.")
+    prompts = method.open_data(directory)
+    steps_of_epochs(planned.resolved, prompts)
+    if teacher and config.named_teacher and not config.teacher_has_tokenizer:
+        require_same_tokens(config, prompts.encoder.tokenizer, teacher)
+    with bounded_wait():  # rewards are tried in processes with limits
+        rewards = _tried_rewards(config, method, prompts, completion)
+        validation = method.open_validation(prompts, directory)
+    if (most := _most_images(config)) is not None:
+        prompts.require_images(most)
+        require_images(validation.rows if isinstance(validation, ValidationSet) else (), most)
+    projection = None
+    if teacher and config.teacher_has_tokenizer:
+        projection = projection_to(config, prompts, validation, teacher)
+    resolved, length = _decided_by_data(planned.resolved, model.facts, method, prompts, rewards)
+    prompt_tokens, new = prompts.lengths(), config.turn_tokens
+    if validation:
+        validation = validation.fitted(length - 1 if new else length, prompts.room)
+    tell_of_little_room(tell, prompt_tokens, new, length)
+    return Opened(
+        resolved, method, model.facts, planned.teacher_facts, planned.assume, model.source, prompts, rewards,
+        validation, teacher, projection, tuple(prompt_tokens), (*prompts.notes(), *repeated_rows(config, prompts)),
+    )  # fmt: skip
+
+
+def _decided_by_data(
+    resolved: Resolved, facts: ModelFacts, method: Method, prompts: PromptStream, rewards: Rewards | None
+) -> tuple[Resolved, int]:
+    """Return the configuration with `model.max_length` and, with `run.epochs`, `run.steps`, and without a time that no
+    chat template of the run can write; and the length."""
+    without = [TIME] if _is_idle_time(resolved, prompts, rewards) else []
+    length = fitting_length(resolved.config, facts, method, prompts)
+    values = [Value("model.max_length", length, "prompts")]
+    if (steps := steps_of_epochs(resolved, prompts)) is not None:  # with fewer rows where some are left out
+        values.append(Value("run.steps", steps, "run.epochs"))
+        without.append("run.steps")
+    return resolved.deciding(values, without), length
+
+
+def _is_idle_time(resolved: Resolved, prompts: PromptStream, rewards: Rewards | None) -> bool:
+    scored = rewards is not None and any(name.startswith(MODEL) for name in rewards.scorers)
+    written = scored or any(dataset.encoder.writes_time for dataset in prompts.sources)
+    return resolved.origin[TIME] == CLOCK and not written
+
+
+def _tried_rewards(
+    config: RlctlConfig, method: Method, prompts: PromptStream, completion: str | None
+) -> Rewards | None:
+    """Return the rewards of all sources, after a trial; None where nothing is scored."""
+    if not is_scored(method, prompts):
+        return None
+    datasets = [(dataset.label, dataset.reward, dataset.prompts) for dataset in prompts.sources]
+    opened, time = prompts.encoder.opens_thought, config.model.chat_template_time
+    return mixed_rewards(datasets, completion, apart=True, opened=opened, time=time)
+
+
+def _most_images(config: RlctlConfig) -> int | None:
+    """Return the images that engines take in a prompt, where `vllm.limit_mm_per_prompt` limits them."""
+    engines = config.engine_settings
+    limits = engines.vllm.passed.get("limit_mm_per_prompt") if engines is not None else None
+    found = limits.get(IMAGE) if isinstance(limits, dict) else None
+    return found.get("count") if isinstance(found, dict) else found

@@ -1,0 +1,21 @@
+"""Files, directories and scorers that a configuration names: a look whether they exist."""
+
+from __future__ import annotations
+
+from rlctl.data.chat import read_template, require_directory
+from rlctl.data.mixing import source_settings
+from rlctl.environments.environment_plan import plan_environment
+from rlctl.rewards.prepare_rewards import require_known
+from rlctl.settings.config import RlctlConfig
+
+
+def require_places(config: RlctlConfig) -> None:
+    """Raise InputError for names of files, directories and scorers that are not there: a look, nothing is loaded."""
+    require_directory(config.model.tokenizer)
+    if config.model.chat_template:
+        read_template(config.model.chat_template)
+    for dataset in source_settings(config):
+        require_known(dataset.reward)
+    if rollouts := config.rollout_settings:
+        plan_environment(rollouts.environment)
+        require_known(rollouts.reward.model_copy(update={"terms": rollouts.validation.reward}))

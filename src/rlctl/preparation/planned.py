@@ -1,0 +1,160 @@
+"""Third stage of preparing a run: its plan for short prompts, before weights, data or tokenizer are opened."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from rlctl.backends.lookup import engine_backend, require_backends
+from rlctl.config.facts import FOR_A_MACHINE
+from rlctl.config.load import Resolved
+from rlctl.config.passthrough import without_effect
+from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.from_config import local_gpus
+from rlctl.planner.make_plan import refuse_unrunnable
+from rlctl.planner.result import Plan
+from rlctl.preparation.located import Located
+from rlctl.preparation.step_plan import step_plan
+from rlctl.preparation.worker_specs import device_of, planned_policy, planned_teacher
+from rlctl.settings.config import RlctlConfig
+from rlctl.training.capabilities import Refuses
+from rlctl.training.method import Method
+from rlctl.transport.available import storing, transport_facts
+
+GIVEN_UP = (("generation.",), ("training.", "teacher."), ("generation.", "training.", "teacher."))
+"""Sections whose layout keys rlctl drops from a recipe, in this order, if no plan fits."""
+
+
+@dataclass(frozen=True)
+class Planned(Located):
+    """A run that has a plan for short prompts. Its configuration does not hold the plan's values: the lengths of the
+    data's prompts may change them."""
+
+    early: Plan
+
+
+def plan_run(located: Located) -> Planned:
+    """Plan for short prompts. A plan that fails with short prompts also fails with the data's prompts, and this one
+    needs neither weights nor data nor tokenizer.
+
+    Optional layout keys are dropped where no plan has them, which the notes of the configuration say. Raises
+    InputError, ConfigError and NoPlanError.
+    """
+    resolved, facts = located.resolved, located.facts
+    try:
+        return _planned(located, resolved)
+    except (ConfigError, NoPlanError) as error:
+        chosen = [key for key in resolved.schema.with_fact(FOR_A_MACHINE) if key in resolved.optional]
+        for sections in GIVEN_UP:
+            given_up = [key for key in chosen if key.startswith(sections)]
+            if facts.listed and "training." in sections:  # transformers' modules have no fields of Megatron-Core
+                given_up += [key for key in resolved.optional if key.startswith(("megatron.", "ddp."))]
+            why = f"runs differently: rlctl decides {', '.join(given_up)} by itself, because {error.message}"
+            looser = replace(resolved.deciding((), given_up), notes=(*resolved.notes, why))
+            with suppress(ConfigError, NoPlanError):
+                return _planned(located, looser)
+        raise
+
+
+def _planned(located: Located, resolved: Resolved) -> Planned:
+    early = _checked_plan(resolved, located.facts, located.method, located.assume, located.teacher_facts)
+    return Planned(resolved, located.method, located.facts, located.teacher_facts, located.assume, early)
+
+
+def _checked_plan(
+    resolved: Resolved, facts: ModelFacts, method: Method, assume: str | None, teacher: ModelFacts | None
+) -> Plan:
+    new, length = resolved.config.turn_tokens, resolved.config.model.max_length
+    if length is not None and length > facts.max_length:
+        hint = "Lower it, or set model.extend_positions=true."
+        raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", hint)
+    if new >= (length or facts.max_length):
+        raise no_room(new, length or facts.max_length)
+    engines = resolved.config.engine_settings
+    stop_ids = engines.generation.stop_token_ids if engines else ()
+    if beyond := [token for token in stop_ids if token >= facts.vocab]:
+        raise InputError(
+            f"generation.stop_token_ids names {beyond[0]}, and the model has {facts.vocab:,} tokens.",
+            "Leave them out (--set generation.stop_token_ids=[]): the model's own end tokens always end a completion.",
+        )
+    if isinstance(method, Refuses):
+        method.refuse(resolved.config)
+    planned, plan = runnable_plan(resolved, facts, method, assume, teacher=teacher)
+    config = planned.config
+    if isinstance(method, Refuses):
+        method.refuse(config)
+    if config.training.offload and not plan.colocated:
+        raise ConfigError(
+            "training.offload = true has no effect with generation.colocated = false: policy and engines "
+            "share no device.",
+            "Leave it out.",
+        )
+    engines = config.engine_settings
+    if engines and engines.refit.in_flight == "turns" and plan.colocated and not plan.cluster.is_cpu:
+        raise ConfigError(
+            "refit.in_flight = turns: engines that share their devices with the policy pause in the middle of a turn.",
+            "Choose refit.in_flight=wait or keep, or give the engines devices: --set generation.colocated=false.",
+        )
+    planned_policy(config, facts, plan, method)
+    if teacher is not None:
+        planned_teacher(config, facts, teacher, plan, method)
+    if engines and plan.generation is not None:
+        engine_backend(engines.generation.backend).refuse(engines, facts, device_of(plan))
+    return plan
+
+
+def no_room(new: int, length: int) -> InputError:
+    message = f"--max-new-tokens {new} leaves no room for a prompt in {length} tokens."
+    return InputError(message, "Lower it, or raise --max-length as far as the model takes it.")
+
+
+def runnable_plan(
+    resolved: Resolved,
+    facts: ModelFacts,
+    method: Method,
+    assume: str | None = None,
+    *,
+    teacher: ModelFacts | None = None,
+) -> tuple[Resolved, Plan]:
+    """Plan, and return the configuration with the plan's values; raises for what has no effect or cannot run yet."""
+    refuse_without_effect(resolved, facts)
+    require_backends(resolved.config)
+    plan = step_plan(resolved.config, facts, method, None, teacher, assume)
+    refuse_unrunnable(plan)
+    return resolved.with_plan(plan), plan
+
+
+def idle_fields(config: RlctlConfig, facts: ModelFacts) -> dict[str, str]:
+    """Keys of the `megatron` section that do nothing in this model, and why."""
+    parts = {"experts": facts.moe is not None, "latent_attention": facts.mla is not None}
+    found = {f"megatron.{name}": without_effect(name, **parts) for name in config.megatron.passed}
+    return {key: why for key, why in found.items() if why}
+
+
+def refuse_without_effect(resolved: Resolved, facts: ModelFacts) -> None:
+    """Raise ConfigError for a field of the `megatron` section that does nothing in this model and is not optional."""
+    for key, why in idle_fields(resolved.config, facts).items():
+        if key not in resolved.optional:
+            value = resolved.config.megatron.passed[key.removeprefix("megatron.")]
+            raise ConfigError(f"`{key}` = {value!r} ({resolved.origin[key]}) has no effect: {why}.", "Remove it.")
+
+
+def require_devices(plan: Plan, config: RlctlConfig) -> None:
+    """Raise MachineError when a plan for GPUs is to run on this machine alone and it has fewer."""
+    sides = (plan.training.parallel.world_size if plan.training else 0, plan.generation.gpus if plan.generation else 0)
+    need, have = max(sides) if plan.colocated else sum(sides), len(local_gpus())
+    if plan.cluster.is_cpu or config.cluster.ray_address or have >= need:
+        return
+    raise MachineError(
+        f"The plan needs {need} GPU{'s' * (need > 1)}, and this machine has {have or 'none'}.",
+        "Use `--preset laptop` or `--gpu cpu` here, ask for fewer with --nodes and --gpus-per-node, or join a cluster "
+        "with --ray-address; --dry-run shows the plan without running it.",
+    )
+
+
+def require_refit_directory(config: RlctlConfig) -> None:
+    """Raise InputError if the mover can store nothing in its directory."""
+    refit = config.engine_settings.refit if config.engine_settings else None
+    if refit is not None and refit.directory is not None and refit.mover in storing():
+        transport_facts(refit.mover).check_directory(refit.directory)

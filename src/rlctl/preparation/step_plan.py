@@ -1,0 +1,43 @@
+"""The plan of a run's steps, which `rlctl plan`, a dry run and the run itself show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.from_config import plan_from_config
+from rlctl.planner.result import Plan
+from rlctl.preparation.worker_specs import refusal_of
+from rlctl.rewards.prepare_rewards import any_reward
+from rlctl.rollouts.prompt_order import PromptStream
+from rlctl.settings.config import RlctlConfig
+from rlctl.telemetry.phases import Phase
+from rlctl.training.method import Method
+
+
+def step_plan(
+    config: RlctlConfig,
+    facts: ModelFacts,
+    method: Method,
+    prompts: PromptStream | None,
+    teacher: ModelFacts | None,
+    assume: str | None,
+    top: int = 3,
+) -> Plan:
+    """The plan of a run's steps, for the lengths of its prompts where they are known. Whoever asks for the plan of a
+    configuration gets this one: `rlctl plan`, a dry run and the run. Raises NoPlanError when nothing fits."""
+    lengths = prompts.lengths() if prompts else []
+    mean = round(sum(lengths) / len(lengths)) if lengths else None
+    refusal = refusal_of(config, facts, method, teacher)
+    workload = method.workload(facts, mean)
+    if prompts is not None and facts.vision is not None:
+        workload = replace(workload, image_share=prompts.image_share())
+    plan = plan_from_config(config, facts, workload, assume=assume, top=top, teacher=teacher, refusal=refusal)
+    return plan if is_scored(method, prompts) else replace(plan, seconds=plan.seconds | {Phase.REWARD: 0.0})
+
+
+def is_scored(method: Method, prompts: PromptStream | None) -> bool:
+    datasets = prompts.sources if prompts and method.config.rollout_settings else ()
+    return method.config.has_scores(
+        bool(datasets) and any_reward((one.label, one.reward, one.prompts) for one in datasets)
+    )

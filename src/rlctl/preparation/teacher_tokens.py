@@ -1,0 +1,49 @@
+"""Agreement of the tokens of a policy and of its teacher."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlctl.data.chat import load_tokenizer
+from rlctl.data.cross_tokens import Projection, require_aligning
+from rlctl.errors import InputError
+from rlctl.preparation.open_model import NamedModel
+from rlctl.rollouts.dataset import HeldOutTexts, TextStream
+from rlctl.rollouts.prompt_order import PromptStream
+from rlctl.rollouts.validation import ValidationSet
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.data import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase, teacher: NamedModel) -> None:
+    """Raise InputError unless a number stands for the same token in the policy and in its teacher. The tokens that end
+    a completion may be others, as they are of a base model and one that was trained on it."""
+    theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
+    ours_of, theirs_of = tokenizer.get_vocab(), theirs.get_vocab()
+    different = sum(ours_of.get(token) != theirs_of.get(token) for token in ours_of.keys() | theirs_of.keys())
+    special = set(tokenizer.all_special_ids) ^ set(theirs.all_special_ids)
+    if (different or special) and (named := config.named_teacher):
+        what = (f"{different:,} tokens of their vocabularies differ" if different else
+                f"the special tokens differ ({', '.join(map(str, sorted(special)[:5]))})")  # fmt: skip
+        raise InputError(
+            f"The teacher {named.model} does not read the tokens of {config.model.name}: {what}.",
+            f"A teacher needs the policy's tokenizer: choose one of the same family.{named.other_tokenizer_hint}",
+        )
+
+
+def projection_to(
+    config: RlctlConfig, prompts: PromptStream, validation: ValidationSet | HeldOutTexts | None, teacher: NamedModel
+) -> Projection:
+    """Give the texts the tokenizer of a teacher that reads with its own, and return the projection from the policy's
+    tokens to the teacher's. Raises InputError for tokenizers that cannot be aligned."""
+    assert isinstance(prompts, TextStream)  # such teachers read texts
+    assert config.named_teacher is not None
+    theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
+    for tokenizer, name in ((prompts.encoder.tokenizer, config.model.name), (theirs, config.named_teacher.model)):
+        require_aligning(tokenizer, str(name))
+    for stream in (prompts, *([validation.stream] if isinstance(validation, HeldOutTexts) else [])):
+        stream.teacher = theirs
+    return Projection.between(prompts.encoder.tokenizer, theirs)

@@ -1,0 +1,97 @@
+"""The run of a rehearsal: two steps with a kill between them, and an export."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.config.load import Resolved
+from rlctl.errors import KilledError, VerificationError
+from rlctl.jobs.run_summary import RunSummary
+from rlctl.jobs.train import train_grpo
+from rlctl.processes.child import call_in_child
+from rlctl.rehearsal.findings import Rehearsal
+from rlctl.rollouts.source import Batch
+from rlctl.runs.directory import RunDirectory
+from rlctl.telemetry.metrics import read_metrics
+from rlctl.training.loop import Loop
+
+LIMIT_S = 1800.0
+"""Longest time of each part of a rehearsal."""
+OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+"""Environment of a rehearsed run: what would go to a server stays in its directory."""
+
+
+def run_twice(small: Resolved, run: RunDirectory, found: Rehearsal, quiet: bool) -> None:
+    """Take two steps; the process is killed between them, and the run resumed."""
+    train = partial(train_grpo, small, quiet=quiet)
+    try:
+        call_in_child("the rehearsed run", partial(train, resume=False, loop=KilledLoop), limit_s=LIMIT_S)
+    except KilledError:
+        if not run.checkpoints():  # else it was this file's own signal
+            raise
+    [line] = read_metrics(run.metrics)
+    found.done.append(("step 1", _said(line)))
+    found.done.append(("save", f"the checkpoint of step 1, {_size(run.checkpoints()[-1].path)}"))
+    summary: RunSummary = call_in_child("the resumed run", partial(train, resume=True), limit_s=LIMIT_S)
+    lines = read_metrics(run.metrics)
+    found.done.append(("kill and resume", f"killed after step 1, resumed, and finished step {summary.steps}"))
+    found.done.append(("step 2", _said(lines[-1])))
+    report = run.path / "report.html"
+    found.done.append(("report", f"{report.name}, {_size(report)}"))
+
+
+def _said(line: dict[str, Any]) -> str:
+    values = {name: line.get(name) for name in ("loss", "grad_norm", "reward_mean", "accuracy")}
+    difference = (line.get("logprob_diff") or {}).get("mean")
+    shown = [f"{name} {value:.3g}" for name, value in values.items() if isinstance(value, int | float)]
+    shown += [f"engine and trainer differ by {difference:.1e}"] if difference is not None else []
+    shown += [f"validated: {', '.join(line['validation'])}"] if line.get("validation") else []
+    return ", ".join(shown)
+
+
+def _size(path: Path) -> str:
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    return f"{sum(one.stat().st_size for one in files) / 1e6:.1f} MB"
+
+
+class KilledLoop(Loop):
+    """Kills its own process after the first step, as a machine that fails would."""
+
+    def sample(self) -> Batch:
+        if self.step:
+            self.parts.saver.finish()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().sample()
+
+
+def variables_of(folder: Path) -> dict[str, str]:
+    """Return the variables of a rehearsed run; an offline logger writes into the folder."""
+    own = {"RLCTL_MEGATRON_CHECKPOINT_DIR": str(folder / "converted"), "WANDB_DIR": str(folder)}
+    return {**OFFLINE, **own, "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "TRACKIO_DIR": str(folder)}
+
+
+def export(run: Path, destination: Path) -> str:
+    """Write the Hugging Face model of a run, have transformers load it and compute a text, and say so. Raises
+    VerificationError where it lacks a weight or computes what is not a number."""
+    import torch
+    import transformers
+
+    from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
+
+    report = megatron_to_hf(run, destination)
+    kind = getattr(transformers, read_config(destination)["architectures"][0])
+    model, told = kind.from_pretrained(destination, output_loading_info=True)
+    if lacking := [*told["missing_keys"], *told["mismatched_keys"]]:
+        raise VerificationError(f"The export lacks {lacking[0]}.", "Report it: the run's weights cannot be used.")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(destination)
+    with torch.no_grad():
+        found = model(tokenizer("How many are two and three?", return_tensors="pt").input_ids).logits
+    finite = bool(torch.isfinite(found).all())
+    if not finite:
+        raise VerificationError("The exported model computes values that are not finite.")
+    return f"{report.tensors} tensors, read back and equal; transformers loads them as {type(model).__name__}"
