@@ -85,3 +85,37 @@ def named_modules() -> Iterator[tuple[str, str, str]]:
             if re.fullmatch(r"rlctl(\.\w+)+", module) and (place.is_dir() or place.with_suffix(".py").is_file()):
                 own = ".".join(path.relative_to(source).with_suffix("").parts[:2])
                 yield own, ".".join(module.split(".")[:2]), node.value
+
+
+MODULES = {
+    ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (ROOT / "src" / "rlctl").rglob("*.py")
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return the rlctl modules that a file imports, inside functions and for annotations too."""
+    imported = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            imported |= inner & MODULES.keys() if inner & MODULES.keys() else {node.module}
+    return imported & MODULES.keys()
+
+
+def test_a_file_imports_at_most_25_modules_of_10_rooms() -> None:
+    imports = {name: imports_of(path) for name, path in MODULES.items()}
+    rooms = {name: {module.split(".")[1] for module in modules if "." in module} for name, modules in imports.items()}
+    assert {name: len(modules) for name, modules in imports.items() if len(modules) > 25} == {}
+    assert {name: sorted(several) for name, several in rooms.items() if len(several) > 10} == {}
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    left = {name: imports_of(path) - {name} for name, path in MODULES.items()}
+    while free := {name for name, modules in left.items() if not modules & left.keys()}:
+        left = {name: modules for name, modules in left.items() if name not in free}
+    # what is left are circles, and modules above them
+    circles = {name: sorted(modules & left.keys()) for name, modules in left.items()}
+    assert circles == {}

@@ -10,7 +10,7 @@ import pytest
 from rlctl.config.load import stored_values
 from rlctl.config.presets import preset_names, presets_directory, read_preset
 from rlctl.config.schema import Schema
-from rlctl.config.sources import GivenFlag, Source
+from rlctl.config.sources import GivenFlag, Source, Value
 from rlctl.errors import ConfigError
 from rlctl.methods.available import BUILT_IN, defaults_of
 from rlctl.methods.configuration import from_sources, resolve, schema
@@ -409,3 +409,16 @@ def test_gpus_asked_for_later_end_a_machine_without_and_the_other_way_round(tmp_
 def test_what_was_typed_is_not_overruled_in_silence(flags: dict[str, Any], sets: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.gpu = .* but cluster\.gpus_per_node = "):
         resolve(preset="1node", flags=flags, sets=sets, environment={})
+
+
+def test_decided_values_are_those_of_a_merge_of_all_sources() -> None:
+    asked = resolve("laptop", sets=["training.tp=2", "model.chat_template_time=2026-01-01"], environment={})
+    asked = asked.with_values({"run.seed": 7}, "a stage")
+    values = {"training.tp": 4, "training.pp": 2, "run.seed": 8, "run.steps": 3}
+    decided = asked.deciding((Value(key, value, "planner") for key, value in values.items()), ["run.steps"])
+    below = Source((Value(key, value, "planner") for key, value in values.items()), shared=True)
+    given = [value for value in asked.given() if value.key not in ("run.steps",)]
+    assert decided.to_json() == from_sources([below, Source(given, shared=True)], type(asked.config)).to_json()
+    assert (decided.config.training.tp, decided.config.training.pp, decided.config.run.steps) == (2, 2, 3)
+    with pytest.raises(ConfigError, match=r"`training\.pp` = 0 \(planner\)"):
+        asked.deciding([Value("training.pp", 0, "planner")])

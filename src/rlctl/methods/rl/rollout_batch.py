@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -11,11 +11,24 @@ from rlctl.backends.batching.batch import TrainBatch, WeightedRollout
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.training.train_batch import without_idle
 
-if TYPE_CHECKING:
-    from rlctl.methods.rl.algorithm import Algorithm
+
+class BatchRules(Protocol):
+    """The part of an algorithm that decides which rollouts a batch holds, and their weights."""
+
+    @property
+    def nll_weight(self) -> float: ...
+    @property
+    def skips_idle(self) -> bool: ...
+    @property
+    def learns_without_advantage(self) -> bool: ...
+    def trains_on(self, group: RolloutGroup) -> bool: ...
+    def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]: ...
+    def imitated(self, group: RolloutGroup) -> np.ndarray: ...
+    def learned_tokens(self, rollout: Rollout) -> int: ...
+    def token_weights(self, tokens_N: np.ndarray) -> np.ndarray: ...
 
 
-def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_steps: int) -> TrainBatch:
+def make_batch(groups: Sequence[RolloutGroup], algorithm: BatchRules, optimizer_steps: int) -> TrainBatch:
     """Return the rollouts of the groups that the algorithm keeps, with advantages and token weights.
 
     There are `optimizer_steps` mini-batches of about equal numbers of rollouts, or fewer if there are fewer rollouts.
@@ -37,7 +50,7 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
 
 
 def _minibatch(
-    rollouts: Sequence[Rollout], advantages_N: np.ndarray, imitated_N: np.ndarray, algorithm: Algorithm
+    rollouts: Sequence[Rollout], advantages_N: np.ndarray, imitated_N: np.ndarray, algorithm: BatchRules
 ) -> tuple[WeightedRollout, ...]:
     """Return the rollouts of an optimizer step; those in `imitated_N` also have a weight for their likelihood."""
     tokens_N = np.array([algorithm.learned_tokens(rollout) for rollout in rollouts])
