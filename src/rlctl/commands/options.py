@@ -195,7 +195,7 @@ def resolve_config(
     _refuse_contradictions(params)
     stored = None
     if params.get("resume"):
-        from rlctl.jobs.train import values_of_run as stored
+        from rlctl.jobs.resume import values_of_run as stored
     if params.get("reward"):
         params["reward"] = [parse_reward(text) for text in params["reward"]]
     if params.get("async_") is not None:
