@@ -15,6 +15,7 @@ from support.parallel_cases import (
     Case,
     assemble,
     run_checkpoint,
+    run_checkpoint_files,
     run_checkpoint_memory,
     run_checkpoint_of_no_step,
 )
@@ -54,6 +55,18 @@ def test_same_parallelism_is_bitwise(pools: Pools, case: Case, tmp_path: Path) -
     assert straight == resumed
     for name, value in kept.items():
         assert torch.equal(loaded[name], value), name
+
+
+@pytest.mark.parametrize("case", slowly({"dp2": SAME["dp2"], "ep2": SAME["ep2"]}, "ep2"))
+def test_data_parallel_ranks_write_the_weights_together(pools: Pools, case: Case, tmp_path: Path) -> None:
+    """Of 12 bytes a weight in float32, 4 are held by both ranks: one rank would write 8 and the other one 4."""
+    weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
+    ranks = pools(2).run(run_checkpoint_files, case, weights, make_batch(), tmp_path)
+    for sizes in zip(*(sizes for sizes, _, _ in ranks), strict=True):
+        assert max(sizes) < 1.2 * min(sizes), sizes
+    kept, loaded = (assemble([rank[i] for rank in ranks])[0] for i in (1, 2))
+    assert kept.keys() == loaded.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in kept.items())
 
 
 HOSTED = Case(dtype="bfloat16", optimizer_offload=True)

@@ -641,6 +641,26 @@ class Allocations:
         self.peak = max(running, default=0)
 
 
+def run_checkpoint_files(
+    rank: int, case: Case, weights: dict[str, Tensor], batch: Batch, directory: Path
+) -> tuple[list[int], list[Any], list[Any]]:
+    """Bytes that the rank writes in each of two saves, and its parameters at the second one and after loading it."""
+    worker = make_worker(rank, case, weights)
+    load_batch(worker, rank, case, batch)
+    sizes = []
+    for number in range(2):
+        worker.train_minibatch(0, Loss(), Optim().lr)
+        place = directory / str(number)
+        place.mkdir(exist_ok=True)
+        worker.save_begin(place)
+        assert worker.damaged_files(place, worker.save_finish()) == []
+        sizes.append(sum(file.stat().st_size for file in place.glob(f"__{rank}_*.distcp")))
+    kept = list(pieces(worker, "data"))
+    worker = make_worker(rank, case, weights)
+    worker.load_saved(directory / "1")
+    return sizes, kept, list(pieces(worker, "data"))
+
+
 def run_checkpoint_memory(
     rank: int, case: Case, weights: dict[str, Tensor], batch: Batch, directory: Path
 ) -> tuple[int, int, list[tuple[int, int]]]:

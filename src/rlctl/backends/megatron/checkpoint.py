@@ -19,6 +19,8 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     apply_factories,
 )
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.fp8_utils import get_fp8_recipe
 from torch import Tensor
 
@@ -36,7 +38,10 @@ from rlctl.errors import InputError
 class MegatronSave(Save):
     """A snapshot of model, optimizer and random state."""
 
-    def __init__(self, directory: Path, chunks: list[Any], optimizer: Any, *, copies: bool = True) -> None:
+    def __init__(
+        self, directory: Path, chunks: list[Any], optimizer: Any, strategy: Any = None, *, copies: bool = True
+    ) -> None:
+        """`strategy`: see `spread_over_data_ranks`; None: the first of ranks that hold the same writes it."""
         make_states(optimizer)
         state = _sharded_state(chunks, optimizer)
         self._live = list[Tensor]()
@@ -56,6 +61,7 @@ class MegatronSave(Save):
             checkpoint_dir=str(directory),
             async_sharded_save=True,
             async_strategy="mcore",  # of newer versions, whose default asks for one more package
+            sharded_strategy=strategy,
         )
         self._arguments = list(self._request.async_fn_args)
         super().__init__(directory, Snapshot(self._tensors(), copies=copies))
@@ -93,6 +99,13 @@ class MegatronSave(Save):
     def write_index(self) -> None:
         for step in self._request.finalize_fns:
             step()
+
+
+def spread_over_data_ranks() -> FullyParallelSaveStrategyWrapper:
+    """Return a way of saving for one model and optimizer in which each of the data-parallel ranks, which hold the same
+    weights, writes a part of them. It keeps the division, so that only the first save exchanges it."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group, do_cache_distribution=True)
 
 
 def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:

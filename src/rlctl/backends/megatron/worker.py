@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -284,7 +285,13 @@ class MegatronWorker(PolicyRank):
         from rlctl.backends.megatron.checkpoint import MegatronSave
 
         self._gather_parameters()
-        return MegatronSave(directory, self.chunks, self.optimizer, copies=self.spec.save_copies)
+        return MegatronSave(directory, self.chunks, self.optimizer, self._save_strategy, copies=self.spec.save_copies)
+
+    @cached_property
+    def _save_strategy(self) -> Any:
+        from rlctl.backends.megatron.checkpoint import spread_over_data_ranks
+
+        return spread_over_data_ranks() if self.spec.parallel.dp * self.spec.parallel.cp > 1 else None
 
     def load_checkpoint(self, directory: Path) -> None:
         from rlctl.backends.megatron.checkpoint import load

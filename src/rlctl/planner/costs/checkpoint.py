@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.costs.memory import element_bytes, master_and_moments, snapshot_bytes
-from rlctl.planner.costs.parameters import RankParameters, stages, trained_parameters
+from rlctl.planner.costs.parameters import stages, trained_parameters
 from rlctl.planner.inputs.request import Request
 
 
@@ -39,15 +39,6 @@ def save_of(request: Request, choice: TrainingChoice, copies: bool = True) -> Sa
     elif cluster.is_cpu:
         copy_s = node / (cluster.device.memory_bandwidth / 2)  # read and written
     else:
-        fullest = models * max(_rank_bytes(counts, choice) for counts in trained)
+        fullest = models * each * max(counts.owned(p) for counts in trained)
         copy_s = fullest / (cluster.device.host_link * constants.pageable_copy)
     return Save(models * each * parameters, copy_s, write_s)
-
-
-def _rank_bytes(trained: RankParameters, choice: TrainingChoice) -> float:
-    """Return the bytes that the fullest rank of a stage saves: its part of the states and all its weights, because
-    Megatron saves weights that data-parallel ranks share on one rank."""
-    owned = trained.owned(choice.parallel)
-    if choice.sharding == "full":
-        return (4 + choice.moment_bytes) * owned
-    return master_and_moments(choice) * owned + element_bytes(choice) * trained.total
