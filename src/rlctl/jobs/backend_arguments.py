@@ -35,40 +35,45 @@ class BackendArguments:
     def pinned(self, resolved: Resolved) -> list[str]:
         """A line for each value that the user passes through, with the value that it would have otherwise."""
         lines = []
-        for one in self.classes:
-            for key, value in one.passed.items():
-                usual = _usual(one, key)
+        for arguments in self.classes:
+            for key, value in arguments.passed.items():
+                usual = _usual(arguments, key)
                 if usual != value:
-                    origin = resolved.origin[f"{one.section}.{key}"]
-                    lines.append(f"{one.section}.{key} = {value!r} ({origin}); without it: {usual}")
+                    origin = resolved.origin[f"{arguments.section}.{key}"]
+                    lines.append(f"{arguments.section}.{key} = {value!r} ({origin}); without it: {usual}")
         return lines
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """Values by section and field; what JSON cannot hold as text."""
-        return {one.section: {key: _plain(value) for key, value in _given(one).items()} for one in self.classes}
+        return {
+            arguments.section: {key: _plain(value) for key, value in _given(arguments).items()}
+            for arguments in self.classes
+        }
 
     def text(self) -> Iterator[str]:
         """Lines for a reader at the terminal, each class with its fields below."""
-        for one in self.classes:
-            yield f"{one.class_name}:"
-            yield from (f"  {key} = {value!r}" for key, value in _given(one).items())
+        for arguments in self.classes:
+            yield f"{arguments.class_name}:"
+            yield from (f"  {key} = {value!r}" for key, value in _given(arguments).items())
 
 
-def _usual(one: SectionArguments, key: str) -> Any:
-    if key in one.ours:
-        return one.ours[key]
-    field = (TARGETS[one.section].fields() or {}).get(key)
+def _usual(arguments: SectionArguments, key: str) -> Any:
+    if key in arguments.ours:
+        return arguments.ours[key]
+    field = (TARGETS[arguments.section].fields() or {}).get(key)
     try:
         return ast.literal_eval(field.default or "") if field else OWN_CHOICE
     except (ValueError, SyntaxError):
         return OWN_CHOICE  # an expression of the engine's code
 
 
-def _given(one: SectionArguments) -> dict[str, Any]:
+def _given(arguments: SectionArguments) -> dict[str, Any]:
     """The values that the installed version has a field for, as the backends drop the others; all of a class whose
     fields are not looked up."""
-    values = one.ours | one.passed
-    fields = fields_of(TARGETS[one.section].module, one.class_name) if one.section in TARGETS else None
+    values = arguments.ours | arguments.passed
+    fields = (
+        fields_of(TARGETS[arguments.section].module, arguments.class_name) if arguments.section in TARGETS else None
+    )
     return values if fields is None else {key: value for key, value in values.items() if key in fields}
 
 

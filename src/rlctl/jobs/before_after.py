@@ -45,15 +45,15 @@ def answered_twice(run: RunDirectory, lines: Sequence[Metrics]) -> list[str]:
     width = max(map(len, names))
     return [
         f"held-out prompt: {_cut(asked(before))}",
-        *(f"  {name:<{width}}  {_scored(one)}" for name, one in zip(names, (before, after), strict=True)),
+        *(f"  {name:<{width}}  {_scored(answer)}" for name, answer in zip(names, (before, after), strict=True)),
     ]
 
 
 def asked(sample: Mapping[str, Any]) -> str:
     """Return the text of a sample's last message to the model."""
-    said = conversation(sample)[:-1]
-    own = [message.text for message in said if message.role in ("user", "prompt")]
-    return (own or [message.text for message in said] or [""])[-1]
+    turns = conversation(sample)[:-1]
+    questions = [message.text for message in turns if message.role in ("user", "prompt")]
+    return (questions or [message.text for message in turns] or [""])[-1]
 
 
 def command_to_try(job: Job, run: RunDirectory) -> str:
@@ -80,8 +80,10 @@ def _scores(job: Job) -> bool:
 
 def _samples(path: Path) -> dict[Any, Mapping[str, Any]]:
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        found = map(json.loads, filter(None, path.read_text(encoding="utf-8").split("\n")))
-        return {(one.get("position"), one.get("sample")): one for one in found if isinstance(one, dict)}
+        records = map(json.loads, filter(None, path.read_text(encoding="utf-8").split("\n")))
+        return {
+            (record.get("position"), record.get("sample")): record for record in records if isinstance(record, dict)
+        }
     return {}
 
 

@@ -49,6 +49,6 @@ def predicted_again(run: Path) -> dict[str, float] | None:
     values = stored_values(RunDirectory(run).manifest()["config"])
     mean = f"generation.mean_length={max(1, round(fmean(lengths[1:] or lengths)))}"
     plan = shown_plan(resolve(stored=lambda _: values, environment={}, sets=[mean]), 1, lambda _: None)
-    known = dict(plan.cluster.factors)
-    seconds = {phase.value: value / known.get(phase.value, 1.0) for phase, value in plan.seconds.items()}
+    factors = dict(plan.cluster.factors)
+    seconds = {phase.value: value / factors.get(phase.value, 1.0) for phase, value in plan.seconds.items()}
     return seconds | {"total": sum(seconds.values())}

@@ -34,7 +34,7 @@ class Candidate:
 
 
 def candidates(
-    given: Sequence[str | Path], steps: Sequence[int], resolve: Callable[[str | None], Resolved], n: int
+    sources: Sequence[str | Path], steps: Sequence[int], resolve: Callable[[str | None], Resolved], n: int
 ) -> tuple[Candidate, ...]:
     """Return the models and checkpoints to evaluate, in the order of `given`: a name is a model, and a path is a run,
     of which the newest checkpoint or those of `steps` are evaluated. `resolve` returns the configuration of the command
@@ -42,47 +42,49 @@ def candidates(
 
     Raises InputError where there is none, or one is there twice, and for a step without a run.
     """
-    if steps and not any(isinstance(one, Path) for one in given):
+    if steps and not any(isinstance(source, Path) for source in sources):
         raise InputError(f"--step {steps[0]} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
-    asked, found = resolve(None), list[Candidate]()
-    for one in given:
-        if isinstance(one, Path):
-            found += [_of_run(one, step, asked) for step in (steps or [None])]
+    settings_asked, chosen = resolve(None), list[Candidate]()
+    for source in sources:
+        if isinstance(source, Path):
+            chosen += [_of_run(source, step, settings_asked) for step in (steps or [None])]
         else:
-            found.append(_of_model(resolve(one)))
-    if not given and asked.config.model.name:
-        found = [_of_model(asked)]
-    if not found:
+            chosen.append(_of_model(resolve(source)))
+    if not sources and settings_asked.config.model.name:
+        chosen = [_of_model(settings_asked)]
+    if not chosen:
         raise InputError("There is no model to evaluate.", "Give --model NAME, or --run-dir DIR.")
-    labels = [one.label for one in found]
+    labels = [candidate.label for candidate in chosen]
     if twice := {label for label in labels if labels.count(label) > 1}:
         raise InputError(f"{listed(sorted(twice))} is given twice.", "Name each model and each step once.")
-    first = leading(found)
+    first = leading(chosen)
     shared = dict(first.resolved.leaves())
     origin = f"eval, as {first.label}"
     values = {key: Value(key, shared[key], origin) for key in SHARED}
-    if asked.origin[TEMPERATURE] == DEFAULT:
+    if settings_asked.origin[TEMPERATURE] == DEFAULT:
         # A run's own is that of its rollouts; one sample is the most likely one.
         values[TEMPERATURE] = Value(TEMPERATURE, 0.0 if n == 1 else 1.0, f"eval, with --n {n}")
     # The length that a run's prompts left room for says nothing about those of a task.
-    own = set() if asked.origin["model.max_length"] != DEFAULT else {"model.max_length"}
-    return tuple(replace(one, resolved=_with(one.resolved, list(values.values()), own)) for one in found)
+    free_keys = set() if settings_asked.origin["model.max_length"] != DEFAULT else {"model.max_length"}
+    return tuple(
+        replace(candidate, resolved=_with(candidate.resolved, list(values.values()), free_keys)) for candidate in chosen
+    )
 
 
-def leading(found: Sequence[Candidate]) -> Candidate:
-    return next((one for one in found if one.checkpoint), found[0])
+def leading(listed: Sequence[Candidate]) -> Candidate:
+    return next((candidate for candidate in listed if candidate.checkpoint), listed[0])
 
 
 def _with(resolved: Resolved, values: Sequence[Value], left_out: set[str]) -> Resolved:
     """Return the configuration with those of `values` that are others than its own, and without `left_out`."""
-    own = dict(resolved.leaves())
+    values_given = dict(resolved.leaves())
     below = [value for value in resolved.given() if value.key not in left_out]
-    changed = [value for value in values if own.get(value.key) != value.value]
+    changed = [value for value in values if values_given.get(value.key) != value.value]
     return from_sources([Source(below), Source(changed, shared=True)], type(resolved.config))
 
 
-def _of_run(directory: Path, step: int | None, asked: Resolved) -> Candidate:
-    resolved, checkpoint = of_run(directory, step, asked)
+def _of_run(directory: Path, step: int | None, base: Resolved) -> Candidate:
+    resolved, checkpoint = of_run(directory, step, base)
     return Candidate(f"{directory.resolve().name} step {checkpoint.step}", resolved, checkpoint)
 
 
@@ -91,16 +93,16 @@ def _of_model(resolved: Resolved) -> Candidate:
     return Candidate(Path(name).name if Path(name).is_dir() else name, resolved)
 
 
-def with_vision(found: Candidate) -> Candidate:
+def with_vision(candidate: Candidate) -> Candidate:
     """Return a model that is opened with the part that reads images; a run has its own setting."""
-    resolved = found.resolved
-    if found.checkpoint is not None or resolved.config.model.images is not None:
-        return found
-    return replace(found, resolved=resolved.with_values({"model.images": True}))
+    resolved = candidate.resolved
+    if candidate.checkpoint is not None or resolved.config.model.images is not None:
+        return candidate
+    return replace(candidate, resolved=resolved.with_values({"model.images": True}))
 
 
-def at_one_time(found: Sequence[Candidate], file: SampleFile) -> list[Candidate]:
+def at_one_time(listed: Sequence[Candidate], file: SampleFile) -> list[Candidate]:
     """Return models whose chat templates write the same time: the first one's, else the time of the file's samples,
     else now."""
-    time = with_time(leading(found).resolved, file.setting(TIME)).config.model.chat_template_time
-    return [replace(one, resolved=with_time(one.resolved, time)) for one in found]
+    time = with_time(leading(listed).resolved, file.setting(TIME)).config.model.chat_template_time
+    return [replace(candidate, resolved=with_time(candidate.resolved, time)) for candidate in listed]

@@ -36,21 +36,23 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
     rewards are tried on `completion` too."""
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
-    told: list[str] = []
-    named = name_run(resolved, told.append)
+    messages: list[str] = []
+    named_run = name_run(resolved, messages.append)
     try:
-        job = job_of(named, lambda _: None, completion=completion)
+        job = job_of(named_run, lambda _: None, completion=completion)
     except InputError as error:
         # A model of the catalog can be planned for without its files.
-        model = named.config.model
+        model = named_run.config.model
         if not model.name or lookup_entry(model.name) is None or not _model_is_absent(model):
             raise
-        return _dry_train_without_model(named, error, completion, told)
-    return DryRun.of(job, told)
+        return _dry_train_without_model(named_run, error, completion, messages)
+    return DryRun.of(job, messages)
 
 
-def _dry_train_without_model(named: Named, absent: InputError, completion: str | None, told: list[str]) -> DryRun:
-    planned = plan_run(locate_published(named, lambda _: None))
+def _dry_train_without_model(
+    named_run: Named, absent: InputError, completion: str | None, messages: list[str]
+) -> DryRun:
+    planned = plan_run(locate_published(named_run, lambda _: None))
     plan, facts, teacher, method = planned.early, planned.facts, planned.teacher_facts, planned.method
     resolved = planned.resolved.with_plan(plan, without=[TIME] if planned.resolved.origin[TIME] == CLOCK else [])
     checks = check_without_model(resolved.config, completion)
@@ -59,7 +61,7 @@ def _dry_train_without_model(named: Named, absent: InputError, completion: str |
     if teacher is not None:
         workers = replace(workers, teacher=planned_teacher(resolved.config, facts, teacher, plan, method))
     tried = rewards_tried_here(resolved) if checks.trials else []
-    notes = (*told, *format_notes(resolved), *checks.passed, *tried, *_assumed(resolved, plan))
+    notes = (*messages, *format_notes(resolved), *checks.passed, *tried, *_assumed(resolved, plan))
     return DryRun(resolved, plan, BackendArguments.of(workers), notes, unchecked=unchecked, trials=checks.trials)
 
 

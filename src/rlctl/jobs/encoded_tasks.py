@@ -51,14 +51,16 @@ class Encoded:
     @classmethod
     def of(cls, evaluation: Evaluation, candidate: Candidate, tell: Tell) -> Encoded:
         """Open the model and its tokenizer. Raises InputError for a prompt that leaves no room for an answer."""
-        asked = sum(len(task.rows) for task in evaluation.tasks)
-        job = completion_job(candidate.resolved, evaluation.samples, candidate.checkpoint, asked, tell)
+        total = sum(len(task.rows) for task in evaluation.tasks)
+        job = completion_job(candidate.resolved, evaluation.samples, candidate.checkpoint, total, tell)
         config, directory = job.config, job.model.source.directory
         tokenizer = load_tokenizer(directory, config.model)
         encoders = {
             task.label: PromptEncoder.build(tokenizer, config.model, task.data, directory) for task in evaluation.tasks
         }
-        for note in dict.fromkeys(filter(None, [job.model.source.note, *(one.note for one in encoders.values())])):
+        for note in dict.fromkeys(
+            filter(None, [job.model.source.note, *(encoder.note for encoder in encoders.values())])
+        ):
             tell(f"{candidate.label}: {note}")
         first = evaluation.tasks[0]
         play = EnvironmentEpisodes.open(config, encoders[first.label], first.prompts[0])
@@ -122,7 +124,7 @@ class Encoded:
             "chat_template": template_digest(template) if template else None,
             "tokenizer": config.model.tokenizer,
             **({TIME: config.model.chat_template_time} if self._writes_time(task) else {}),
-            **({"chat_template_kwargs": own} if (own := config.model.chat_template_kwargs) else {}),
+            **({"chat_template_kwargs": kwargs} if (kwargs := config.model.chat_template_kwargs) else {}),
             "scorers": [_identity_of(term) for term in task.rewards.terms] if task.rewards else [],
             "extract": task.rewards.extraction if task.rewards else None,
             **({"environment": self.play.manifest()} if self.play else {}),

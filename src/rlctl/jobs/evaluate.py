@@ -52,12 +52,12 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as --json and the Python API have it."""
-        metrics = {name: {"value": one.value, "stderr": one.stderr} for name, one in self.metrics.items()}
+        metrics = {name: {"value": metric.value, "stderr": metric.stderr} for name, metric in self.metrics.items()}
         return {"task": self.task, "model": self.model, "samples": self.samples, "metrics": metrics}
 
 
 def evaluation(
-    found: tuple[Candidate, ...], names: Sequence[str], samples: int, ks: Sequence[int], limit: int | None
+    chosen: tuple[Candidate, ...], names: Sequence[str], samples: int, ks: Sequence[int], limit: int | None
 ) -> Evaluation:
     """Return the evaluation of these models on these tasks, which are opened.
 
@@ -67,56 +67,58 @@ def evaluation(
         raise InputError(
             f"--k {max(ks)}: pass@{max(ks)} needs at least {max(ks)} samples.", f"Raise --n from {samples}."
         )
-    config = leading(found).resolved.config
+    config = leading(chosen).resolved.config
     if not names and not config.environment.name:
         raise InputError("There is no task.", "Give --task, for example reasoning-gym:chain_sum or gsm8k, or --env.")
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"--task {twice[0]} is given twice.", "Give it once; --n sets the samples of each prompt.")
     tasks = tuple(open_task(name, config, limit) for name in names) or (open_environment(config, limit),)
     if any(row.images for task in tasks for row in task.prompts):
-        found = tuple(with_vision(one) for one in found)
-    if (count := samples * sum(len(task.rows) for task in tasks) * len(found)) > MOST_SAMPLES:
+        chosen = tuple(with_vision(candidate) for candidate in chosen)
+    if (count := samples * sum(len(task.rows) for task in tasks) * len(chosen)) > MOST_SAMPLES:
         raise InputError(f"These are {count:,} samples; at most {MOST_SAMPLES:,} can be kept.", "Set --limit or --n.")
-    return Evaluation(found, tasks, samples, tuple(ks))
+    return Evaluation(chosen, tasks, samples, tuple(ks))
 
 
 def evaluate(job: Evaluation, file: SampleFile, tell: Tell) -> list[Result]:
     """Sample and score what `file` lacks; return the metrics of each task and model, task by task."""
     encoded = [Encoded.of(job, candidate, tell) for candidate in at_one_time(job.candidates, file)]
-    for one in encoded:
+    for encoded_tasks in encoded:
         for task in job.tasks:
-            file.begin(task.label, one.candidate.label, one.settings(task))
+            file.begin(task.label, encoded_tasks.candidate.label, encoded_tasks.settings(task))
     total = sum(len(task.rows) for task in job.tasks) * job.samples * len(job.candidates)
-    there = total - sum(len(one.missing(task, file, job.samples)) for one in encoded for task in job.tasks)
+    there = total - sum(
+        len(encoded_tasks.missing(task, file, job.samples)) for encoded_tasks in encoded for task in job.tasks
+    )
     if there:
         tell(f"{there} of {total} samples are in {file.path}")
     with WorkProgress("samples", total, there) as progress:
-        for one in encoded:
-            _sample(one, job, file, tell, progress)
-    return [_result(job, task, one.candidate.label, file) for task in job.tasks for one in encoded]
+        for encoded_tasks in encoded:
+            _sample(encoded_tasks, job, file, tell, progress)
+    return [_result(job, task, encoded_tasks.candidate.label, file) for task in job.tasks for encoded_tasks in encoded]
 
 
-def _sample(one: Encoded, job: Evaluation, file: SampleFile, tell: Tell, progress: WorkProgress) -> None:
-    missing = {task.label: one.missing(task, file, job.samples) for task in job.tasks}
+def _sample(encoded: Encoded, job: Evaluation, file: SampleFile, tell: Tell, progress: WorkProgress) -> None:
+    missing = {task.label: encoded.missing(task, file, job.samples) for task in job.tasks}
     if not any(missing.values()):
         return
-    plan = one.job.checked_plan([len(prompt) for prompts in one.prompts.values() for prompt in prompts])
-    planned = replace(one.job, resolved=one.job.resolved.with_plan(plan))
-    started = started_engines(planned, plan, lambda text: tell(f"{one.candidate.label}: {text}"), one.play)
+    plan = encoded.job.checked_plan([len(prompt) for prompts in encoded.prompts.values() for prompt in prompts])
+    planned = replace(encoded.job, resolved=encoded.job.resolved.with_plan(plan))
+    started = started_engines(planned, plan, lambda text: tell(f"{encoded.candidate.label}: {text}"), encoded.play)
     with started as (engines, _, turn), turn:
         at_once = len(engines) * (planned.config.generation.max_concurrent or FEWEST_A_CALL)
         for task in job.tasks:
             with contextlib.ExitStack() as stack:
                 scorer = None
                 if task.rewards is not None:
-                    time = one.job.config.model.chat_template_time
-                    rewards = replace(task.rewards, opened=one.opens_thought(task), time=time)
+                    time = encoded.job.config.model.chat_template_time
+                    rewards = replace(task.rewards, opened=encoded.opens_thought(task), time=time)
                     scorer = stack.enter_context(contextlib.closing(RewardWorker(rewards, fetch)))
                 whole = task.rewards is not None and task.rewards.compares
                 size = len(missing[task.label]) if whole else max(FEWEST_A_CALL, CALLS_AHEAD * at_once)
                 for part in _calls(missing[task.label], size):
-                    file.add(_scored(one, task, part, engines, scorer))
-                    progress.advance(f"{one.candidate.label}, {task.label}", sum(map(len, part.values())))
+                    file.add(_scored(encoded, task, part, engines, scorer))
+                    progress.advance(f"{encoded.candidate.label}, {task.label}", sum(map(len, part.values())))
 
 
 def _calls(missing: Sequence[tuple[int, int]], size: int) -> Iterator[dict[int, list[int]]]:
@@ -132,21 +134,23 @@ def _calls(missing: Sequence[tuple[int, int]], size: int) -> Iterator[dict[int, 
 
 
 def _scored(
-    one: Encoded, task: Task, part: Mapping[int, list[int]], engines: EngineClient, scorer: RewardWorker | None
+    encoded: Encoded, task: Task, part: Mapping[int, list[int]], engines: EngineClient, scorer: RewardWorker | None
 ) -> list[dict[str, Any]]:
-    config, places = one.job.config, {row: place for place, row in enumerate(task.rows)}
+    config, places = encoded.job.config, {row: place for place, row in enumerate(task.rows)}
     rows = {row: task.prompts[places[row]] for row in part}
     seed = config.run.seed
     seeds = {row: tuple(sample_seed(seed, row, sample) for sample in samples) for row, samples in part.items()}
-    if one.play is None:
-        encoder = one.encoders[task.label]
-        shown = {row: encoder.fitted(rows[row], one.prompts[task.label][places[row]]) for row in part}
-        requests = [GroupRequest(row, shown[row].tokens, seeds[row], media=shown[row].media) for row in part]
+    if encoded.play is None:
+        encoder = encoded.encoders[task.label]
+        prompts_shown = {row: encoder.fitted(rows[row], encoded.prompts[task.label][places[row]]) for row in part}
+        requests = [
+            GroupRequest(row, prompts_shown[row].tokens, seeds[row], media=prompts_shown[row].media) for row in part
+        ]
     else:
-        encoder = one.encoders[task.label]
+        encoder = encoded.encoders[task.label]
         of_episode = {row: episode_seed(seed, FIRST_EPISODE + row) for row in part}
         requests = [episode_request(row, rows[row], encoder, seeds[row], of_episode[row]) for row in part]
-    results = generate_groups(engines, requests, one.sampling(task), config.cluster.step_limit_s)
+    results = generate_groups(engines, requests, encoded.sampling(task), config.cluster.step_limit_s)
     answers: list[GroupScores | None] = [None] * len(results)
     if scorer is not None:
         asked = (ScoreRequest(rows[r.group], r.texts, r.transcripts if r.episodes else None) for r in results)
@@ -155,25 +159,27 @@ def _scored(
         results, rows, seeds, answers, "zero" if config.reward.on_error == "zero" else "stop"
     )
     return [
-        _record(one, task, group, rollout, sample)
+        _record(encoded, task, group, rollout, sample)
         for group in groups
         for rollout, sample in zip(group.rollouts, part[group.position], strict=True)
     ]
 
 
-def _record(one: Encoded, task: Task, group: RolloutGroup, rollout: Rollout, sample: int) -> dict[str, Any]:
+def _record(encoded: Encoded, task: Task, group: RolloutGroup, rollout: Rollout, sample: int) -> dict[str, Any]:
     text = fetch(group.texts)[rollout.sample]
     turns = fetch(group.transcripts)[rollout.sample] if group.transcripts else None
     return {
         "task": task.label,
-        "model": one.candidate.label,
+        "model": encoded.candidate.label,
         "row": group.position,
         "sample": sample,
         "prompt": shown_prompt(group.prompt.prompt),
         "answer": group.prompt.answer,
         "completion": text,
         **({"turns": [asdict(turn) for turn in turns]} if turns else {}),
-        "answer_given": vote(text, task.rewards.extraction if task.rewards else "full", opened=one.opens_thought(task)),
+        "answer_given": vote(
+            text, task.rewards.extraction if task.rewards else "full", opened=encoded.opens_thought(task)
+        ),
         # Without a scorer of reference answers it is right where the reward is full.
         "right": ((rollout.reward if rollout.accuracy is None else rollout.accuracy) or 0.0) >= 1,
         "score": rollout.reward or 0.0,
@@ -186,7 +192,9 @@ def _record(one: Encoded, task: Task, group: RolloutGroup, rollout: Rollout, sam
 def _result(job: Evaluation, task: Task, model: str, file: SampleFile) -> Result:
     there = file.samples(task.label, model)
     groups = [[there[row, sample] for sample in range(job.samples)] for row in task.rows]
-    prompts = [[Sampled(one["right"], one["score"], one["answer_given"]) for one in group] for group in groups]
+    prompts = [
+        [Sampled(sampled["right"], sampled["score"], sampled["answer_given"]) for sampled in group] for group in groups
+    ]
     judged = task.rewards is not None and task.rewards.accuracy_by is not None
-    found = metrics_of(prompts, job.ks, judged=judged)
-    return Result(task.label, model, len(prompts), len(prompts) * job.samples, found)
+    metrics = metrics_of(prompts, job.ks, judged=judged)
+    return Result(task.label, model, len(prompts), len(prompts) * job.samples, metrics)

@@ -37,7 +37,7 @@ class FirstLook:
             read = job.prompts.encoded(row)
             trained = None
             if isinstance(job.prompts, TextStream):
-                trained = max((int(one.mask_T.sum()) for one in job.prompts.texts(row)), default=0)
+                trained = max((int(text.mask_T.sum()) for text in job.prompts.texts(row)), default=0)
             text, trials = _with_images_named(read, source.encoder), plan.trials if plan else ()
             images, seen = len(read.media), sum(part.tokens for part in read.media)
             prompts.append(FirstPrompt(row.where, len(read.tokens), text, trials, trained, images, seen))
@@ -55,8 +55,8 @@ class FirstLook:
             lines += [line for trial in prompt.trials for line in trial_lines(trial)]
         ordered = sorted(self.prompt_tokens)
         shares = {"shortest": 0.0, "median": 0.5, "95%": 0.95, "longest": 1.0}
-        found = (f"{name} {ordered[round(share * (len(ordered) - 1))]:,}" for name, share in shares.items())
-        return [*lines, f"  tokens of the first {len(ordered):,} {self.kind}s  {', '.join(found)}"]
+        quantiles = (f"{name} {ordered[round(share * (len(ordered) - 1))]:,}" for name, share in shares.items())
+        return [*lines, f"  tokens of the first {len(ordered):,} {self.kind}s  {', '.join(quantiles)}"]
 
 
 @dataclass(frozen=True)

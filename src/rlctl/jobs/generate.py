@@ -37,7 +37,7 @@ def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Itera
         GroupRequest(
             i, prompt.tokens, tuple(sample_seed(config.run.seed, i, s) for s in range(job.samples)), media=prompt.media
         )
-        for i, prompt in enumerate(encoder.fitted(*one) for one in zip(rows, prompts, strict=True))
+        for i, prompt in enumerate(encoder.fitted(*pair) for pair in zip(rows, prompts, strict=True))
     ]
     with started_engines(job, plan, tell) as (engines, _, turn), turn:
         results = generate_groups(engines, requests, sampling, config.cluster.step_limit_s)
@@ -70,11 +70,11 @@ def with_room(
 
 def _completions(result: SampledGroup) -> list[dict[str, Any]]:
     columns, texts = fetch(result.columns), fetch(result.texts)
-    found = []
+    completions = []
     for sample, text in enumerate(texts):
         chosen = columns.slice(sample)
         mask = columns.loss_mask_T[chosen]
-        found.append(
+        completions.append(
             {
                 "text": text,
                 "token_ids": columns.tokens_T[chosen][mask].tolist(),
@@ -82,4 +82,4 @@ def _completions(result: SampledGroup) -> list[dict[str, Any]]:
                 "finish_reason": result.finish_reasons[sample],
             }
         )
-    return found
+    return completions

@@ -26,7 +26,7 @@ def read_prompts(
     flag, the file and the line."""
     if images and not texts:
         raise InputError("--image applies to --prompt.", 'Give --prompt TEXT; a data file has a field "image".')
-    found = [
+    prompts = [
         with_images(
             PromptRow(i, f"--prompt number {i + 1}", text, None),
             {IMAGES: list(images)},
@@ -34,15 +34,15 @@ def read_prompts(
         )
         for i, text in enumerate(texts)
     ]
-    for image in (one for row in found[:1] for one in row.images):
+    for image in (image for row in prompts[:1] for image in row.images):
         image.size()  # a missing file is told before the model is opened
     if file is not None:
-        found += _file_prompts(Path(file), data)
-    if file is not None and len(found) == len(texts):
+        prompts += _file_prompts(Path(file), data)
+    if file is not None and len(prompts) == len(texts):
         raise InputError(f"--prompts-file {file} holds no prompt.", "Write one on each line.")
-    if not found:
+    if not prompts:
         raise InputError("Nothing to complete.", "Give --prompt TEXT, or --prompts-file FILE.")
-    return [replace(row, index=index) for index, row in enumerate(found)]
+    return [replace(row, index=index) for index, row in enumerate(prompts)]
 
 
 def _file_prompts(path: Path, data: DataConfig) -> Iterator[PromptRow]:
@@ -72,7 +72,7 @@ def _row(record: Mapping[str, Any], where: str, data: DataConfig) -> PromptRow:
             f"--prompts-file: {where} has no field `{data.prompt_field}` (it has: {', '.join(record)}).",
             "Name it with --set data.prompt_field.",
         )
-    own = {"name", "prompt_field", "image_folder", "image_pixels", "image_bytes"}
-    read = DataConfig.model_validate(data.model_dump(include=own))
+    own_keys = {"name", "prompt_field", "image_folder", "image_pixels", "image_bytes"}
+    read = DataConfig.model_validate(data.model_dump(include=own_keys))
     made = row_from_record(record, 0, f"--prompts-file: {where}", read)
     return replace(made, where=where, answer=None)

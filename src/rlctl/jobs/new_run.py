@@ -56,7 +56,7 @@ class NewRun:
         for name in texts:
             if (self.directory / name).exists():
                 raise InputError(f"{self.directory / name} exists already.", "Name another directory, or remove it.")
-        if file := next((one for one in (self.directory, *self.directory.parents) if one.is_file()), None):
+        if file := next((place for place in (self.directory, *self.directory.parents) if place.is_file()), None):
             raise InputError(f"{file} is a file.", "Name a directory to create or fill.")
         self.directory.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -129,8 +129,8 @@ def example_rows() -> list[dict[str, str]]:
     every = list(itertools.product(digits, digits, ("Mia", "Tom", "Ada", "Ben"), ("apples", "coins", "books")))
     return [
         {
-            "question": f"{who} has {a} {what} and gets {b} more. How many {what} does {who} have now?",
+            "question": f"{who} has {a} {question} and gets {b} more. How many {question} does {who} have now?",
             "answer": str(a + b),
         }
-        for a, b, who, what in random.Random(0).sample(every, QUESTIONS)  # no row twice: some are held out
+        for a, b, who, question in random.Random(0).sample(every, QUESTIONS)  # no row twice: some are held out
     ]

@@ -156,8 +156,8 @@ class RunPolicy:
                 raise NoPlanError("its teacher has no other layout")
             self._job = smaller(self._job, nodes)
             assert self._job.plan.training is not None  # the run trains
-            if (wanted := self._job.plan.training.parallel.world_size) > places:
-                raise NoPlanError(f"the new plan needs {wanted} devices")
+            if (size := self._job.plan.training.parallel.world_size) > places:
+                raise NoPlanError(f"the new plan needs {size} devices")
         except (NoPlanError, ConfigError, MachineError) as error:
             self._display.say(f"a host of the policy is lost, and no plan fits the {places} device(s) left: {error}")
             return False
@@ -172,13 +172,13 @@ class RunPolicy:
 
     def _newest(self, most: int) -> tuple[int, Path | None]:
         """Return the newest state of step `most` at most, and its folder; None: the run began with it."""
-        saved = [one for one in self._run.checkpoints() if one.step <= most]
+        saved = [checkpoint for checkpoint in self._run.checkpoints() if checkpoint.step <= most]
         least = saved[-1].step if saved else 0
         if self._memory is not None and (kept := self._memory.newest(least, most)) is not None:
             self._display.say(f"the policy goes on from memory, where its state after step {kept[0]} is")
             return kept
-        found = intact(saved, self._run, self._workers.policy, self._display.say)
-        return (0, None) if found is None else (found.step, found.policy)
+        intact_saves = intact(saved, self._run, self._workers.policy, self._display.say)
+        return (0, None) if intact_saves is None else (intact_saves.step, intact_saves.policy)
 
     def rejoin(self, version: int) -> None:
         if self._sync is None:

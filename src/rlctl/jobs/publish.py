@@ -47,9 +47,9 @@ def publish(directory: Path, name: str, *, private: bool) -> str:
         address = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload a model trained with rlctl")
     except (HfHubHTTPError, HTTPError, OSError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RlctlError(
-            f"--push-to-hub {name}: the hub did not take it: {why}",
+            f"--push-to-hub {name}: the hub did not take it: {reason}",
             f"The model is in {directory}. Upload it later with: hf upload {name} {directory}",
         ) from error
     return str(address)
@@ -58,8 +58,8 @@ def publish(directory: Path, name: str, *, private: bool) -> str:
 def run_of(source: Path) -> RunDirectory | None:
     """Return the run that a checkpoint belongs to; None: it belongs to none."""
     places = [source, *source.absolute().parents[:3]]
-    found = next((place for place in places if (place / MANIFEST).is_file()), None)
-    return RunDirectory(found) if found else None
+    run_place = next((place for place in places if (place / MANIFEST).is_file()), None)
+    return RunDirectory(run_place) if run_place else None
 
 
 def write_card(directory: Path, name: str, run: RunDirectory | None) -> None:
@@ -91,16 +91,16 @@ def card(directory: Path, name: str, run: RunDirectory | None) -> str:
 def _story(values: Mapping[str, Any], run: RunDirectory | None) -> list[str]:
     if run is None:
         return ["Converted from a Megatron checkpoint with rlctl."]
-    told = _reported(run)
-    steps = f"{int(told.lines[-1]['step']):,} steps of " if told else ""
+    reported = _reported(run)
+    steps = f"{int(reported.lines[-1]['step']):,} steps of " if reported else ""
     lines = [
         f"{values.get('model.name')} after {steps}reinforcement learning (`{values.get('run.algorithm')}`) on "
         f"`{values.get('data.name')}`, with rlctl."
     ]
-    if told is None:
+    if reported is None:
         return lines
-    facts = dict((*told.identity, *told.facts))
-    reward = headline(told.lines)
+    facts = dict((*reported.identity, *reported.facts))
+    reward = headline(reported.lines)
     rows = {
         "result": reward.text() if reward else "",
         "prompts x rollouts of a step": f"{values.get('batch.prompts')} x {values.get('batch.generations')}",

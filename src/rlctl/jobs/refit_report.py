@@ -33,14 +33,14 @@ class LogprobLimit:
     mean_abs: float
     max_abs: float
 
-    def exceeded(self, found: LogprobStats | None) -> str:
+    def exceeded(self, stats: LogprobStats | None) -> str:
         """Say by how much `found` is too large; empty where it is not."""
-        if found is None:
+        if stats is None:
             return "were not compared"
-        if not found.max_abs <= self.max_abs:  # also where it is not a number
-            return f"differ by up to {found.max_abs:.2e} (limit {self.max_abs:.0e})"
-        if not found.mean_abs <= self.mean_abs:
-            return f"differ by {found.mean_abs:.2e} on average (limit {self.mean_abs:.0e})"
+        if not stats.max_abs <= self.max_abs:  # also where it is not a number
+            return f"differ by up to {stats.max_abs:.2e} (limit {self.max_abs:.0e})"
+        if not stats.mean_abs <= self.mean_abs:
+            return f"differ by {stats.mean_abs:.2e} on average (limit {self.mean_abs:.0e})"
         return ""
 
 
@@ -71,20 +71,20 @@ class RefitTestReport:
 
     @property
     def mismatched(self) -> list[str]:
-        return sorted({name for one in self.comparisons for name in one.mismatched})
+        return sorted({name for comparison in self.comparisons for name in comparison.mismatched})
 
     @property
     def missing(self) -> list[str]:
-        return sorted({name for one in self.comparisons for name in one.missing})
+        return sorted({name for comparison in self.comparisons for name in comparison.missing})
 
     @property
     def extra(self) -> list[str]:
-        return sorted({name for one in self.comparisons for name in one.extra})
+        return sorted({name for comparison in self.comparisons for name in comparison.extra})
 
     @property
     def unread(self) -> list[tuple[str, str]]:
         """Tensors that the engine holds in a form that cannot be read back, and why."""
-        return sorted({pair for one in self.comparisons for pair in one.unread})
+        return sorted({pair for comparison in self.comparisons for pair in comparison.unread})
 
     @property
     def problems(self) -> list[str]:
@@ -92,16 +92,16 @@ class RefitTestReport:
         lines = [f"{name} differs: {self.causes.get(name, 'not looked into')}" for name in self.mismatched]
         lines += [f"{name} is missing in the engine" for name in self.missing]
         lines += [f"{name} is in the engine alone" for name in self.extra]
-        if not self.synthetic and (found := self._logprobs_wrong()):
+        if not self.synthetic and (problem := self._logprobs_wrong()):
             equal = not (self.mismatched or self.unread)
             hint = " though every tensor is equal: stale prefix cache, or a wrong layout" if equal else ""
-            lines.append(f"log-probs {found}{hint}")
+            lines.append(f"log-probs {problem}{hint}")
         return lines
 
     @property
     def quantized(self) -> bool:
         """Whether the engine computes with some tensors in a precision of its own."""
-        return any(QUANTIZED in why for _, why in self.unread)
+        return any(QUANTIZED in reason for _, reason in self.unread)
 
     def _logprobs_wrong(self) -> str:
         """How log-probs differ by more than they may; empty: they do not. The effect of quantization on them is not
@@ -118,7 +118,9 @@ class RefitTestReport:
     @property
     def tensor_paths(self) -> list[dict[str, str]]:
         """The receive path of each tensor; twice where engine workers hold it differently."""
-        return [{"name": name, "path": path, "reason": why} for name, of in self.taken.items() for path, why in of]
+        return [
+            {"name": name, "path": path, "reason": reason} for name, of in self.taken.items() for path, reason in of
+        ]
 
     def to_json(self, explain: bool = False) -> dict[str, Any]:
         warm = self.reports[-1]
@@ -128,7 +130,7 @@ class RefitTestReport:
             "mover": self.mover,
             "receive": self.receive,
             "refits": len(self.reports),
-            "tensors": max(one.tensors for one in self.comparisons),
+            "tensors": max(comparison.tensors for comparison in self.comparisons),
             "mismatched": [{"name": n, "cause": self.causes.get(n, "not looked into")} for n in self.mismatched],
             "missing": self.missing,
             "extra": self.extra,
@@ -141,8 +143,8 @@ class RefitTestReport:
             "fraction_of_limit": speed / self.limit_gb_per_s if self.limit_gb_per_s else None,
             "logprobs": {key: getattr(self.after, key, None) for key in ("mean_abs", "max_abs", "kl")},
             "logprobs_before": self.stale and {key: getattr(self.stale, key) for key in ("mean_abs", "max_abs", "kl")},
-            "unread": [{"name": name, "reason": why} for name, why in self.unread],
-            "buffers": max(one.buffers for one in self.comparisons),
+            "unread": [{"name": name, "reason": reason} for name, reason in self.unread],
+            "buffers": max(comparison.buffers for comparison in self.comparisons),
             "synthetic": self.synthetic,
             "sent_bytes": warm.sent_bytes,
             "sparse": warm.sparse,
@@ -241,10 +243,10 @@ def run_without_engine(
 
 def _compared(session: RefitSession, test: RefitTestReport) -> list[TensorComparison]:
     begun = time.perf_counter()
-    found = session.compare()
+    comparison = session.compare()
     test.verify_seconds.append(time.perf_counter() - begun)
-    test.comparisons += found
-    return found
+    test.comparisons += comparison
+    return comparison
 
 
 def _generate(
@@ -257,9 +259,9 @@ def _generate(
 ) -> list[SampledGroup]:
     results: list[SampledGroup] = []
     for offset, temperature in ((0, 0.0), (len(prompts), 1.0)):
-        asked = [GroupRequest(offset + i, prompt, (1000 * version + i,)) for i, prompt in enumerate(prompts)]
+        requests = [GroupRequest(offset + i, prompt, (1000 * version + i,)) for i, prompt in enumerate(prompts)]
         sampling = Sampling(new_tokens, temperature=temperature, never=never)
-        first = engines.generate([asked] * len(engines), sampling, timeout_s)[0]
+        first = engines.generate([requests] * len(engines), sampling, timeout_s)[0]
         if isinstance(first, RlctlError):
             raise first
         results += first
@@ -286,7 +288,7 @@ def _cause(sync: WeightSync, name: str, before: int | None) -> str:
         box = [(first, count, 1) for first, count in zip(start, values.shape, strict=True)]
         by_holder.setdefault(holder, []).append((box, values))
     for holder, boxes in by_holder.items():
-        found = assemble(row.shape, boxes)
-        if not (found == expected).all():
-            return guess(expected, found) + (f" in {holder}" if len(by_holder) > 1 else "")
+        shape_found = assemble(row.shape, boxes)
+        if not (shape_found == expected).all():
+            return guess(expected, shape_found) + (f" in {holder}" if len(by_holder) > 1 else "")
     return "replicas differ"

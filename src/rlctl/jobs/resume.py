@@ -28,8 +28,8 @@ RUNS = Path("runs")
 
 def run_to_resume(resolved: Resolved) -> RunDirectory:
     """Return the run that `--run-dir` names, or the newest."""
-    named = resolved.config.run.dir
-    return RunDirectory(Path(named) if named else newest_run(RUNS))
+    directory = resolved.config.run.dir
+    return RunDirectory(Path(directory) if directory else newest_run(RUNS))
 
 
 def values_of_run(place: Any) -> list[Value]:
@@ -149,7 +149,7 @@ def _schedule_changes(stored: dict[str, Any], config: RlctlConfig, done: int) ->
     before, now = stored["config"]["run.steps"]["value"], config.run.steps
     for model in config.schedules:
         schedule = model.scheduler
-        for what, key, value_of, most, follows in (
+        for label, key, value_of, most, follows in (
             ("learning rate", "decay_steps", learning_rate, model.lr, schedule.decay != "constant"),
             ("weight decay", "weight_decay_steps", weight_decay, model.weight_decay,
              schedule.start_weight_decay != schedule.end_weight_decay),
@@ -158,7 +158,7 @@ def _schedule_changes(stored: dict[str, Any], config: RlctlConfig, done: int) ->
                 continue
             last, following = (value_of(step, of, most, schedule) for step, of in ((done - 1, before), (done, now)))
             yield (
-                f"the {model.what}{what} was {last:.3g} in step {done} and is {following:.3g} in step {done + 1}: its "
+                f"the {model.what}{label} was {last:.3g} in step {done} and is {following:.3g} in step {done + 1}: its "
                 f"schedule ends with the run, which has {now} steps instead of {before}. --set "
                 f"{model.prefix}scheduler.{key}={before} keeps the schedule that the run began with"
             )
@@ -168,8 +168,8 @@ def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, dic
     """Return the stored configuration with the new values of `resolved`, and a sentence for each key that a resumed run
     should not change. Where the layout changes, the planner decides its values again; the user's values stay."""
     then, values = stored["config"], stored_values(stored["config"])
-    given = [value for value in resolved.given() if not _yields_to_user(value, then)]
-    changed = [value for value in given if value.key not in then or then[value.key]["value"] != value.value]
+    values_given = [value for value in resolved.given() if not _yields_to_user(value, then)]
+    changed = [value for value in values_given if value.key not in then or then[value.key]["value"] != value.value]
     if any(value.key == "run.algorithm" for value in changed):
         values = [value for value in values if not value.origin.startswith(ALGORITHM)]
     schema = resolved.schema
@@ -187,7 +187,9 @@ def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, dic
         if not schema.facts(value.key) & (FREE | LAYOUT):
             begun = f"the run was begun with {before['value']!r}" if before else "it was not set at first"
             changes[value.key] = f"`{value.key}` = {value.value!r} ({value.origin}), but {begun}"
-    undecided = [value for value in given if value.key in then and then[value.key]["origin"] in (DEFAULT, PLANNER)]
+    undecided = [
+        value for value in values_given if value.key in then and then[value.key]["origin"] in (DEFAULT, PLANNER)
+    ]
     return from_sources([Source(values, shared=True), Source([*undecided, *changed], shared=True)]), changes
 
 

@@ -57,11 +57,11 @@ def _scores(rewards: Rewards | None, results: Sequence[SampledGroup], rows: Sequ
     if rewards is None:
         return [None] * len(results)
     with contextlib.closing(RewardWorker(rewards, fetch)) as worker:
-        asked = [
-            ScoreRequest(row, one.texts, one.transcripts if one.episodes else None)
-            for row, one in zip(rows, results, strict=True)
+        requests = [
+            ScoreRequest(row, result.texts, result.transcripts if result.episodes else None)
+            for row, result in zip(rows, results, strict=True)
         ]
-        return list(worker.score(asked))
+        return list(worker.score(requests))
 
 
 def _record(group: RolloutGroup, difference: LogprobStats | None) -> dict[str, Any]:
@@ -70,9 +70,9 @@ def _record(group: RolloutGroup, difference: LogprobStats | None) -> dict[str, A
     turns: list[Turn] = fetch(group.transcripts)[0] if group.transcripts else []
     rollout: Rollout | None = next(iter(group.rollouts), None)
     if not turns:
-        asked = group.prompt.prompt
-        said = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        turns = [Turn(one["role"], one["content"].replace(MARK, IN_TEXT), 0, None) for one in said]
+        prompt = group.prompt.prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        turns = [Turn(message["role"], message["content"].replace(MARK, IN_TEXT), 0, None) for message in messages]
         turns.append(Turn("assistant", texts[0], rollout.response_tokens if rollout else 0, rollout and rollout.reward))
     return {
         "episode": group.position,

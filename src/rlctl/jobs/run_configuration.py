@@ -15,27 +15,27 @@ from rlctl.settings.config import RolloutConfig
 from rlctl.training.capabilities import ScalarHead
 
 
-def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved, Checkpoint]:
+def of_run(directory: Path, step: int | None, base: Resolved) -> tuple[Resolved, Checkpoint]:
     """The configuration a run was made with, under what this command line sets, and the checkpoint wanted of it. How
     the run was laid out over its devices, and which cluster it joined, is left out: engines are planned for the devices
     that are here now."""
     run = RunDirectory(directory)
     stored = run.manifest()
     checkpoints = run.checkpoints()
-    found = [one for one in checkpoints if step is None or one.step == step]
-    if not found:
-        have = ", ".join(str(one.step) for one in checkpoints) or "none"
-        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+    matching = [checkpoint for checkpoint in checkpoints if step is None or checkpoint.step == step]
+    if not matching:
+        have = ", ".join(str(checkpoint.step) for checkpoint in checkpoints) or "none"
+        description = "a checkpoint" if step is None else f"a checkpoint of step {step}"
         raise InputError(
-            f"--run-dir {directory} does not have {wanted} (it has: {have}).", "Choose another with --step."
+            f"--run-dir {directory} does not have {description} (it has: {have}).", "Choose another with --step."
         )
-    left_out = {*asked.schema.with_fact(LAYOUT), "cluster.ray_address"}
+    left_out = {*base.schema.with_fact(LAYOUT), "cluster.ray_address"}
     values = [value for value in stored_values(stored["config"]) if value.key not in left_out]
-    resolved = from_sources([Source(values, shared=True), Source(asked.given(), shared=True)], RolloutConfig)
+    resolved = from_sources([Source(values, shared=True), Source(base.given(), shared=True)], RolloutConfig)
     method = method_class(resolved.config.run.algorithm)
     if method is not None and issubclass(method, ScalarHead):
         raise InputError(
             f"--run-dir {directory} holds a reward model, which scores texts and writes none.",
             f"Export it (rlctl convert megatron-to-hf {directory} DIR), and score with --reward model:DIR.",
         )
-    return resolved, found[-1]
+    return resolved, matching[-1]

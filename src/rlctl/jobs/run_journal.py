@@ -94,9 +94,9 @@ class RunJournal:
             self._run.write_rollouts(step, samples[: self._kept])
 
     def validated(self, step: int, result: Validated) -> None:
-        shown = [name for name in (*SHOWN_METRICS, LOSS) if name in result.metrics]
+        names = [name for name in (*SHOWN_METRICS, LOSS) if name in result.metrics]
         metrics = ", ".join(
-            f"{name} {Mean(result.metrics[name], result.metrics.get(error_of(name)))}" for name in shown
+            f"{name} {Mean(result.metrics[name], result.metrics.get(error_of(name)))}" for name in names
         )
         when = f"after step {step}" if step else "before step 1"
         self.say(f"validation {when}: {metrics} ({result.measured} {self._prompts.kind}s)")
@@ -112,14 +112,14 @@ class RunJournal:
 
     def _sample(self, step: int, group: RolloutGroup, rollout: Rollout, *, trained: bool = True) -> Sample:
         turns: list[Turn] = fetch(group.transcripts)[rollout.sample] if group.transcripts else []
-        said = {
-            "messages": [{"role": one.role, "content": one.text} for one in turns],
-            "turns": [asdict(one) for one in turns],
+        sample_line = {
+            "messages": [{"role": turn.role, "content": turn.text} for turn in turns],
+            "turns": [asdict(turn) for turn in turns],
         }
         return {
             "step": step,
             "prompt": shown_prompt(group.prompt.prompt),
-            **(said if turns else {"rendered": self._prompts.text(group.prompt)} if trained else {}),
+            **(sample_line if turns else {"rendered": self._prompts.text(group.prompt)} if trained else {}),
             "answer": group.prompt.answer,
             "completion": fetch(group.texts)[rollout.sample],
             **(thumbnails(fetch(group.columns).media(rollout.sample)) if rollout.images else {}),

@@ -35,7 +35,7 @@ class Machine:
         driver = self._driver.sample()
         try:
             used = {name: group.usage() for name, group in self._workers.groups.items()}
-            policy = [one for name in ("policy", "teacher", "reward-model") for one in used.get(name, [])]
+            policy = [usage for name in ("policy", "teacher", "reward-model") for usage in used.get(name, [])]
             return system_metrics(driver, policy, used.get("engine", []))
         except RlctlError:  # Ray is broken, which the step that needs it tells
             return system_metrics(driver, [], [])
@@ -53,8 +53,8 @@ def keep_memory(run: RunDirectory, workers: RunWorkers, display: Display) -> Non
 def progress_of(workers: RunWorkers, batch: BatchConfig) -> Callable[[Phase], tuple[int, int] | None]:
     def progress(phase: Phase) -> tuple[int, int] | None:
         if phase is Phase.GENERATION and workers.engines is not None:
-            told = workers.engines.group.progress()
-            return (sum(done for done, _ in told.values()), batch.rollouts) if told else None
+            rates = workers.engines.group.progress()
+            return (sum(done for done, _ in rates.values()), batch.rollouts) if rates else None
         if phase in (Phase.TRAINING, Phase.LOGPROBS, Phase.CRITIC):
             return workers.policy.group.part([0]).progress().get(0)
         return None

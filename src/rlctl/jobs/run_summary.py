@@ -80,8 +80,8 @@ def uncalled(job: Job, run: RunDirectory, lines: Sequence[Metrics]) -> Iterator[
     if job.prompts.environment is None or not calls_nothing(lines):
         return
     with contextlib.suppress(InputError):  # a run may keep no samples
-        said = conversation(read_samples(run.path)[0])
-        first = next((one.text for one in said if one.role == "assistant"), said[-1].text)
+        messages = conversation(read_samples(run.path)[0])
+        first = next((message.text for message in messages if message.role == "assistant"), messages[-1].text)
         yield f"The first completion: {textwrap.shorten(repr(first), SHOWN_CHARACTERS, placeholder=' ...')}"
     if example := job.prompts.environment.example:
         yield f"A call of a tool: {example!r}"

@@ -44,14 +44,14 @@ def load_newest(
     """Bring the policy to where the run goes on from; None: there is no checkpoint yet. Only then does `manifest`
     replace the stored one: with a change that the checkpoint cannot be loaded with, the run stays what it was."""
     display.doing("checking the checkpoint")
-    found = newest_intact(run, policy, display.say)
-    if found is None:
+    newest = newest_intact(run, policy, display.say)
+    if newest is None:
         display.say("no checkpoint yet: starting again from step 1")
     else:
-        display.say(f"resuming after step {found.step}")
-        policy.load_saved(found.policy)
+        display.say(f"resuming after step {newest.step}")
+        policy.load_saved(newest.policy)
     run.write_manifest(manifest)
-    return found
+    return newest
 
 
 def open_weight_sync(

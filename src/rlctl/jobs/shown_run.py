@@ -88,18 +88,18 @@ class DryRun:
     @property
     def recipe(self) -> str | None:
         """The file of a recipe, whose own keys are the origins of most values; None: there is none, or several."""
-        found = {match[1] for one in self.resolved.origin.values() if (match := OF_A_RECIPE.fullmatch(one))}
-        return found.pop() if len(found) == 1 else None
+        names = {match[1] for origin in self.resolved.origin.values() if (match := OF_A_RECIPE.fullmatch(origin))}
+        return names.pop() if len(names) == 1 else None
 
     def _differing(self) -> list[str]:
-        told = [line.removeprefix("note: ").removeprefix("runs differently: ") for line in self.resolved.notes]
-        lines = [line for text in told for line in wrapped(text, "    ", "      ")]
+        notes = [line.removeprefix("note: ").removeprefix("runs differently: ") for line in self.resolved.notes]
+        lines = [line for text in notes for line in wrapped(text, "    ", "      ")]
         return ["  differs from the file", *lines, ""] if lines else []
 
     def _values(self, every: bool) -> list[str]:
         origin = self.resolved.origin
         if self.recipe is not None:
-            origin = {key: one.removeprefix(f"file {self.recipe}, ") for key, one in origin.items()}
+            origin = {key: source.removeprefix(f"file {self.recipe}, ") for key, source in origin.items()}
         rows = [
             (key, f"{value!r}", origin[key])
             for key, value in self.resolved.leaves()
@@ -125,8 +125,8 @@ def of_this_machine(resolved: Resolved, plan: Plan) -> list[str]:
 
 def rewards_tried_here(resolved: Resolved) -> list[str]:
     address = resolved.config.cluster.ray_address
-    told = f"note: the rewards were tried on this machine; a run tries them again on a node of the cluster at {address}"
-    return [told] if address is not None else []
+    note = f"note: the rewards were tried on this machine; a run tries them again on a node of the cluster at {address}"
+    return [note] if address is not None else []
 
 
 def about(job: Job) -> list[str]:
@@ -149,5 +149,5 @@ def _other_backend(plan: Plan) -> list[str]:
     """Say why another backend than the usual one trains, where nobody asked for it."""
     if plan.backend == POLICY or "training.backend" in plan.pins:
         return []
-    why = next(reason.rule for reason in plan.reasons if reason.value == f"training.backend={plan.backend}")
-    return [f"backend: {plan.backend}; {why}"]
+    rule = next(reason.rule for reason in plan.reasons if reason.value == f"training.backend={plan.backend}")
+    return [f"backend: {plan.backend}; {rule}"]

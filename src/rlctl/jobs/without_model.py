@@ -39,20 +39,20 @@ def check_without_model(config: RlctlConfig, completion: str | None = None) -> C
     opened = list[PromptSource]()
     method = method_from_config(config, tries_loss=False)
     scored = _scored(config)
-    for one in _sources(config):
-        name = one.label or str(one.data.name)
+    for origin in _sources(config):
+        name = origin.label or str(origin.data.name)
         try:
-            source = open_prompts(one.data, config.run.seed, method.rows)
+            source = open_prompts(origin.data, config.run.seed, method.rows)
         except AbsentError:
-            fetched = f"the dataset is not on this machine; {download_of(str(one.data.name))} fetches it"
+            fetched = f"the dataset is not on this machine; {download_of(str(origin.data.name))} fetches it"
             skipped.append(f"rows of {name}{' and their rewards' * scored}: {fetched}")
             if scored:
-                passed.append(f"reward: {require_usable(one.reward, name)} can be loaded")
+                passed.append(f"reward: {require_usable(origin.reward, name)} can be loaded")
             continue
         opened.append(source)
         passed.append(f"data: {name} ({len(source):,} row{'s' * (len(source) != 1)})")
         if scored:
-            plan = prepare_rewards(one.reward, source, completion, apart=True)
+            plan = prepare_rewards(origin.reward, source, completion, apart=True)
             passed += plan.describe()
             trials += plan.trials
     skipped += _validation(config, method, opened)
@@ -67,8 +67,10 @@ def _sources(config: RlctlConfig) -> tuple[SourceSettings, ...]:
 
 
 def _scored(config: RlctlConfig) -> bool:
-    own = any(one.reward.terms or (one.data.name or "").startswith(GYM_PREFIX) for one in _sources(config))
-    return config.has_scores(own)
+    has_scorer = any(
+        source.reward.terms or (source.data.name or "").startswith(GYM_PREFIX) for source in _sources(config)
+    )
+    return config.has_scores(has_scorer)
 
 
 def _validation(config: RlctlConfig, method: Method, opened: list[PromptSource]) -> Iterator[str]:

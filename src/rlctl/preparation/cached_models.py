@@ -60,8 +60,8 @@ def run(command: list[str], doing: str, instead: str = "Give --model a local Hug
 def seal(directory: Path, record: Mapping[str, str]) -> None:
     """Write checksums, make every file readable for all, and have it on disk before the rename."""
     files = sorted(path for path in directory.iterdir() if path.is_file())
-    held = {**record, "sha256": {path.name: sha256(path) for path in files}}
-    (directory / CHECKSUMS).write_text(json.dumps(held, indent=2) + "\n")
+    sealed = {**record, "sha256": {path.name: sha256(path) for path in files}}
+    (directory / CHECKSUMS).write_text(json.dumps(sealed, indent=2) + "\n")
     for path in directory.iterdir():
         path.chmod(0o644)
         with path.open("rb") as file:
@@ -80,8 +80,8 @@ def is_intact(directory: Path) -> bool:
 
 def sha256(path: Path) -> str:
     """Return the checksum of a file, computed once in this process unless the file changes."""
-    found = path.stat()
-    return _sha256(path, found.st_size, found.st_mtime_ns, found.st_ino)
+    status = path.stat()
+    return _sha256(path, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 @functools.cache

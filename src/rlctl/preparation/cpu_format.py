@@ -80,19 +80,19 @@ def measured_rates(hidden: int, intermediate: int) -> Rates | None:
     cores = len(os.sched_getaffinity(0))
     key = f"{platform.node()}, {cores} cores, torch {version('torch')}, {hidden} x {intermediate}"
     path = cache_directory() / "cpu-formats.json"
-    known: dict[str, Rates] = {}
+    rates_by_node: dict[str, Rates] = {}
     with suppress(OSError, ValueError):
-        known = json.loads(path.read_text())
-    if key not in known:
+        rates_by_node = json.loads(path.read_text())
+    if key not in rates_by_node:
         try:
             probe = partial(probe_rates, hidden, intermediate)
-            known[key] = call_in_child("the probe of number formats", probe, limit_s=LIMIT_S, quiet=True)
+            rates_by_node[key] = call_in_child("the probe of number formats", probe, limit_s=LIMIT_S, quiet=True)
         except RlctlError:
             return None
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(known))
-    return known[key]
+            path.write_text(json.dumps(rates_by_node))
+    return rates_by_node[key]
 
 
 def probe_rates(hidden: int, intermediate: int) -> Rates:

@@ -23,14 +23,14 @@ def require_disk(config: RlctlConfig, plan: Plan, run_directory: Path, tell: Cal
     place = run_directory.absolute()
     there = next(folder for folder in (place, *place.parents) if folder.exists())
     size, free = save_of(plan.request, plan.training).size, shutil.disk_usage(there).free
-    said = f"{there} has {_gb(free)} free, and a checkpoint of this run takes about {_gb(size)}"
+    description = f"{there} has {_gb(free)} free, and a checkpoint of this run takes about {_gb(size)}"
     if free < size:
         raise MachineError(
-            f"{said}.", f"Free some space, choose another place with --run-dir, or save nothing: {NO_SAVES}."
+            f"{description}.", f"Free some space, choose another place with --run-dir, or save nothing: {NO_SAVES}."
         )
-    if free < (held := checkpoints_held(config.run)) * size:
+    if free < (held_count := checkpoints_held(config.run)) * size:
         least = "keep fewer with --set run.keep_last=N" if config.run.keep_last is None else "lower run.keep_last"
-        tell(f"warning: {said}; the run will hold {held} of them. Free some space, or {least}.")
+        tell(f"warning: {description}; the run will hold {held_count} of them. Free some space, or {least}.")
 
 
 def checkpoints_held(options: RunConfig) -> int:

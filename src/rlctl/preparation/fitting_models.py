@@ -31,13 +31,13 @@ def what_there_is(config: RlctlConfig) -> str:
 def models_that_fit(config: RlctlConfig, most: int = SHOWN) -> list[CatalogEntry]:
     """Return the `most` largest models of the catalog that `config` has a plan for which can be run. A search by
     halves finds the largest: what fits for one size is taken to fit for smaller ones."""
-    known = [(entry, entry.facts) for entry in entries() if entry.facts and entry.facts.family in FAMILIES]
-    known.sort(key=lambda known_entry: count(known_entry[1]).total)
-    low, high = 0, len(known)
+    listed = [(entry, entry.facts) for entry in entries() if entry.facts and entry.facts.family in FAMILIES]
+    listed.sort(key=lambda known_entry: count(known_entry[1]).total)
+    low, high = 0, len(listed)
     while low < high:
         middle = (low + high) // 2
-        low, high = (middle + 1, high) if _fits(config, known[middle][1]) else (low, middle)
-    return [entry for entry, facts in known[max(0, low - 2 * most) : low] if _fits(config, facts)][::-1][:most]
+        low, high = (middle + 1, high) if _fits(config, listed[middle][1]) else (low, middle)
+    return [entry for entry, facts in listed[max(0, low - 2 * most) : low] if _fits(config, facts)][::-1][:most]
 
 
 def _fits(config: RlctlConfig, facts: ModelFacts) -> bool:

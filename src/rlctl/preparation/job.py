@@ -54,9 +54,9 @@ def prepare_job(
     return job_of(name_run(resolved, tell), tell, starts=starts, completion=completion)
 
 
-def job_of(named: Named, tell: Tell, *, starts: Starts | None = None, completion: str | None = None) -> Job:
+def job_of(named_run: Named, tell: Tell, *, starts: Starts | None = None, completion: str | None = None) -> Job:
     """Prepare a run from its first stage as `prepare_job` does."""
-    planned = plan_run(locate(named, tell, assume=ASSUMED_GPU if starts is None else None))
+    planned = plan_run(locate(named_run, tell, assume=ASSUMED_GPU if starts is None else None))
     if starts is not None:
         config, facts, early = planned.config, planned.facts, planned.early
         require_devices(early, config)
@@ -92,8 +92,8 @@ class Job(Opened):
     @property
     def offload(self) -> bool:
         """Whether the policy waits in host memory during generation."""
-        wanted = self.config.training.offload
-        return (self.device == "cuda" and self.plan.colocated) if wanted is None else wanted
+        offloads = self.config.training.offload
+        return (self.device == "cuda" and self.plan.colocated) if offloads is None else offloads
 
     @property
     def metrics(self) -> tuple[Metric, ...]:

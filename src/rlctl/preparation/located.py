@@ -26,19 +26,19 @@ class Located(Named):
     """The GPU to plan for where GPUs are asked for and this machine has none; None: this machine has to have them."""
 
 
-def locate(named: Named, tell: Tell, *, assume: str | None) -> Located:
+def locate(named_run: Named, tell: Tell, *, assume: str | None) -> Located:
     """Find the models' directories. Raises InputError for a model that is neither here nor on the hub."""
-    teacher = open_teacher(named.config, weights=False)
-    facts = open_model(named.config.model, weights=False).facts
-    resolved = _with_format(named.resolved, facts, tell, assume)
-    return Located(resolved, named.method, facts, teacher.facts if teacher else None, assume)
+    teacher = open_teacher(named_run.config, weights=False)
+    facts = open_model(named_run.config.model, weights=False).facts
+    resolved = _with_format(named_run.resolved, facts, tell, assume)
+    return Located(resolved, named_run.method, facts, teacher.facts if teacher else None, assume)
 
 
-def locate_published(named: Named, tell: Tell) -> Located:
+def locate_published(named_run: Named, tell: Tell) -> Located:
     """Find out about the models without their files, as far as the catalog has them, for a run that is only planned."""
-    facts = published_facts(named.config.model, tell)
-    resolved = _with_format(named.resolved, facts, tell, ASSUMED_GPU)
-    return Located(resolved, named.method, facts, published_teacher(named.config, tell), ASSUMED_GPU)
+    facts = published_facts(named_run.config.model, tell)
+    resolved = _with_format(named_run.resolved, facts, tell, ASSUMED_GPU)
+    return Located(resolved, named_run.method, facts, published_teacher(named_run.config, tell), ASSUMED_GPU)
 
 
 def _with_format(resolved: Resolved, facts: ModelFacts, tell: Tell, assume: str | None) -> Resolved:

@@ -73,29 +73,29 @@ def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
     """Compare data, rewards, model and tokenizer with the stored manifest; return a clause for each difference."""
     manifest = manifest_of(job)
     then, now = stored.get("data", {}), manifest["data"]
-    found = []
+    lines = []
     if changed := sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key)):
-        found.append(f"--data differs from the start of the run ({', '.join(changed)} changed)")
+        lines.append(f"--data differs from the start of the run ({', '.join(changed)} changed)")
     if stored.get("algorithm") != manifest["algorithm"]:
-        found.append("the file of loss.function or run.algorithm is not the one that the run began with")
+        lines.append("the file of loss.function or run.algorithm is not the one that the run began with")
     # Where there are more or fewer scorers than there were, the configuration has told so.
     rewards, scorers = manifest["rewards"], job.rewards.scorers if job.rewards else ()
     for name, before, after in zip(scorers, stored.get("rewards", rewards), rewards, strict=False):
         if before != after:
-            found.append(f"the file of the reward {name} is not the one that the run began with")
+            lines.append(f"the file of the reward {name} is not the one that the run began with")
     if stored.get("environment") != manifest["environment"]:
-        found.append("the file of --env or of a --tool is not the one that the run began with")
+        lines.append("the file of --env or of a --tool is not the one that the run began with")
     begun_with, model = stored.get("model", {}), manifest["model"]
     if begun_with.get("fingerprint") != model["fingerprint"]:
-        found.append(f"{job.base_model.weights} does not hold the model that the run began with")
+        lines.append(f"{job.base_model.weights} does not hold the model that the run began with")
     if begun_with.get("tokenizer") != model["tokenizer"]:
-        found.append(f"{job.config.model.tokenizer} does not hold the tokenizer that the run began with")
+        lines.append(f"{job.config.model.tokenizer} does not hold the tokenizer that the run began with")
     if begun_with.get("chat_template", model["chat_template"]) != model["chat_template"]:
-        found.append("the text of --chat-template is not the one that the run began with")
+        lines.append("the text of --chat-template is not the one that the run began with")
     if stored.get("teacher") != manifest["teacher"]:
-        named = job.config.named_teacher.model if job.config.named_teacher else "(none)"
-        found.append(f"{named} is not the teacher that the run began with")
-    return found
+        teacher_name = job.config.named_teacher.model if job.config.named_teacher else "(none)"
+        lines.append(f"{teacher_name} is not the teacher that the run began with")
+    return lines
 
 
 def version_changes(stored: dict[str, Any], tell: Tell) -> list[str]:
@@ -125,14 +125,14 @@ def host_facts() -> dict[str, str]:
         gpus, driver = Counter(local_gpus()), gpu_driver()
     except MachineError:  # the driver does not answer, which the run reports
         gpus, driver = Counter[str](), ""
-    found = {
+    facts = {
         "host": socket.gethostname(),
         "system": platform.platform(),
         "processor": f"{len(os.sched_getaffinity(0))} cores, {processor_name()}",
         "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()),
         "driver": driver,
     }
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in facts.items() if text}
 
 
 def processor_name(info: Path = CPU_INFO) -> str:

@@ -77,13 +77,17 @@ class MemoryHosts:
         for node, names in missing.items():
             if sum(self._files[name] for name in names) > self._hosts[node].call(MemoryFiles.free)[0]:
                 return self._written_out(step, holders)
-        for holder in {id(one): one for one in holders.values()}.values():  # a host copies from one other at a time
-            wanted = {node: [name for name in names if holders[name] is holder] for node, names in missing.items()}
+        for holder in {
+            id(source): source for source in holders.values()
+        }.values():  # a host copies from one other at a time
+            names_by_node = {
+                node: [name for name in names if holders[name] is holder] for node, names in missing.items()
+            }
             calls = [
                 self._hosts[node].submit(
                     MemoryFiles.copy_from, holder.hosts[0], step, {name: self._files[name] for name in names}
                 )
-                for node, names in wanted.items()
+                for node, names in names_by_node.items()
                 if names
             ]
             for call in calls:

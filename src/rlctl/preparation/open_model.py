@@ -44,11 +44,11 @@ def find_model(
     the last resort; the one of the preset laptop-vision is made. It is the text part of one that takes images or sound
     as well, unless `images` keeps it whole, and the merged model of a run that trained adapters; both are made unless
     `copies` is not set."""
-    found = supply_vision(name, tell) or resolve_model(
+    model = supply_vision(name, tell) or resolve_model(
         name, revision, weights=weights, trust_remote_code=trust_remote_code, tell=tell, otherwise=supply
     )
     copies = weights and copies
-    whole = merged(found, tell, copies=copies)
+    whole = merged(model, tell, copies=copies)
     return _seeing(whole) if images else text_part_of(whole, tell, copies=copies)
 
 
@@ -57,10 +57,10 @@ def find_base(name: str, checkpoint: Path, tell: Tell) -> ModelSource:
     the run trained images."""
     from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 
-    found, images, adapted = find(checkpoint), None, False
-    if found is not None and is_of_run(found):
-        images = manifest_of(found)["config"].get("model.images", {}).get("value")
-        adapted = bool(adapter_keys(TorchDistReader.open(found.shards).shapes))
+    directory, images, adapted = find(checkpoint), None, False
+    if directory is not None and is_of_run(directory):
+        images = manifest_of(directory)["config"].get("model.images", {}).get("value")
+        adapted = bool(adapter_keys(TorchDistReader.open(directory.shards).shapes))
     return find_model(name, weights=adapted, images=images, tell=tell)
 
 
@@ -70,16 +70,16 @@ def _seeing(source: ModelSource) -> ModelSource:
     config = read_config(source.directory)
     if vision_family(config) is None:
         raise _without_images(source.label, config)
-    said = f"{source.label} reads images: all of it is trained, by the backend dtensor"
+    note = f"{source.label} reads images: all of it is trained, by the backend dtensor"
     if VISION_FAMILIES[config["model_type"]].mutual:
-        said += ". On CPUs its tokens of an image attend to earlier ones alone, as in vLLM there"
-    return source if source.note else replace(source, note=said)
+        note += ". On CPUs its tokens of an image attend to earlier ones alone, as in vLLM there"
+    return source if source.note else replace(source, note=note)
 
 
 def _without_images(label: str, config: dict[str, Any]) -> InputError:
-    if why := why_untrained(config):
+    if reason := why_untrained(config):
         hint = "Name a model of another type, or train only on text: --set model.images=false."
-        return InputError(f"{label} is not trained on images: {why}.", hint)
+        return InputError(f"{label} is not trained on images: {reason}.", hint)
     return InputError(
         f"{label} is not of a type whose images are trained on ({', '.join(VISION_FAMILIES)}).",
         "Name such a model, or train only on text: --set model.images=false.",
@@ -138,14 +138,14 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
     """
     if not model.name:
         raise InputError("No model: --model is not given.", "Give --model, or a preset that names one.")
-    here, known = user_path(model.name).is_dir(), lookup_entry(model.name)
-    if not here and known is not None and (facts := known_facts(model.name, images=bool(model.images))) is not None:
-        if known.text_part and facts.vision is None:
+    here, entry = user_path(model.name).is_dir(), lookup_entry(model.name)
+    if not here and entry is not None and (facts := known_facts(model.name, images=bool(model.images))) is not None:
+        if entry.text_part and facts.vision is None:
             note = planned_text_part(model.name, facts, "bfloat16")
-            tell(note + (WHOLE if vision_family(known.config) else ""))
+            tell(note + (WHOLE if vision_family(entry.config) else ""))
         return _repositioned(facts, model)
-    if not here and known is not None and known.text_part and model.images:
-        raise _without_images(model.name, known.config)
+    if not here and entry is not None and entry.text_part and model.images:
+        raise _without_images(model.name, entry.config)
     try:
         source = find_model(model.name, model.revision, weights=False, images=model.images, tell=tell)
     except InputError as error:
@@ -164,27 +164,27 @@ def _repositioned(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
     most = most_positions(model.max_position_embeddings, model.rope_scaling)
     most = most or facts.max_length
     rope = rope_of(model.rope_scaling, facts.rope.theta, most) if model.rope_scaling else facts.rope
-    found = replace(facts, max_length=most, rope=replace(rope, interleaved=facts.rope.interleaved))
-    return replace(found, max_length=_more_positions(found, model) or found.max_length)
+    repositioned = replace(facts, max_length=most, rope=replace(rope, interleaved=facts.rope.interleaved))
+    return replace(repositioned, max_length=_more_positions(repositioned, model) or repositioned.max_length)
 
 
 def _more_positions(facts: ModelFacts, model: ModelConfig) -> int | None:
-    wanted = model.max_length if model.extend_positions and has_file(facts.family) else None
-    return wanted if wanted and wanted > facts.max_length else None
+    positions = model.max_length if model.extend_positions and has_file(facts.family) else None
+    return positions if positions and positions > facts.max_length else None
 
 
 def published_teacher(config: RlctlConfig, tell: Tell = lambda _: None) -> ModelFacts | None:
     """Find out about the teacher or the reward model as `published_facts` does about the model; None: the run has
     neither."""
     names = [name.removeprefix(MODEL) for name in config.reward_models]
-    if len(names) == 1 and not config.named_teacher and (known := known_facts(names[0])) is not None:
-        return known
+    if len(names) == 1 and not config.named_teacher and (facts := known_facts(names[0])) is not None:
+        return facts
     if (scorer := open_scorer(config, weights=False)) is not None:
         return scorer.facts
-    named = config.named_teacher
-    if named is None:
+    teacher = config.named_teacher
+    if teacher is None:
         return None
-    return published_facts(ModelConfig(name=named.model, revision=named.revision, images=config.model.images), tell)
+    return published_facts(ModelConfig(name=teacher.model, revision=teacher.revision, images=config.model.images), tell)
 
 
 def open_teacher(
@@ -194,23 +194,23 @@ def open_teacher(
     InputError where a teacher takes fewer tokens than the run's rollouts have."""
     if (teacher := config.named_teacher) is None:
         return open_scorer(config, weights=weights)
-    wanted = ModelConfig(
+    teacher_model = ModelConfig(
         name=teacher.model,
         revision=teacher.revision,
         images=config.model.images,
         trust_remote_code=config.model.trust_remote_code,
     )
     try:
-        found = open_model(wanted, tell, weights=weights, copies=copies)
+        model = open_model(teacher_model, tell, weights=weights, copies=copies)
     except InputError as error:
         raise InputError(f"teacher.model: {error.message}", error.hint) from error
-    if (length := config.model.max_length) and length > found.facts.max_length:
+    if (length := config.model.max_length) and length > model.facts.max_length:
         raise InputError(
-            f"--max-length {length} is more than the {found.facts.max_length} tokens that the teacher "
+            f"--max-length {length} is more than the {model.facts.max_length} tokens that the teacher "
             f"{teacher.model} takes.",
             "Lower it.",
         )
-    return found
+    return model
 
 
 def open_scorer(config: RlctlConfig, *, weights: bool = True) -> NamedModel | None:

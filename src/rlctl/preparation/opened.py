@@ -124,5 +124,5 @@ def _most_images(config: RlctlConfig) -> int | None:
     """Return the images that engines take in a prompt, where `vllm.limit_mm_per_prompt` limits them."""
     engines = config.engine_settings
     limits = engines.vllm.passed.get("limit_mm_per_prompt") if engines is not None else None
-    found = limits.get(IMAGE) if isinstance(limits, dict) else None
-    return found.get("count") if isinstance(found, dict) else found
+    image_limit = limits.get(IMAGE) if isinstance(limits, dict) else None
+    return image_limit.get("count") if isinstance(image_limit, dict) else image_limit

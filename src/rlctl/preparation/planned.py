@@ -50,8 +50,8 @@ def plan_run(located: Located) -> Planned:
             given_up = [key for key in chosen if key.startswith(sections)]
             if facts.listed and "training." in sections:  # transformers' modules have no fields of Megatron-Core
                 given_up += [key for key in resolved.optional if key.startswith(("megatron.", "ddp."))]
-            why = f"runs differently: rlctl decides {', '.join(given_up)} by itself, because {error.message}"
-            looser = replace(resolved.deciding((), given_up), notes=(*resolved.notes, why))
+            note = f"runs differently: rlctl decides {', '.join(given_up)} by itself, because {error.message}"
+            looser = replace(resolved.deciding((), given_up), notes=(*resolved.notes, note))
             with suppress(ConfigError, NoPlanError):
                 return _planned(located, looser)
         raise
@@ -128,16 +128,16 @@ def runnable_plan(
 def idle_fields(config: RlctlConfig, facts: ModelFacts) -> dict[str, str]:
     """Keys of the `megatron` section that do nothing in this model, and why."""
     parts = {"experts": facts.moe is not None, "latent_attention": facts.mla is not None}
-    found = {f"megatron.{name}": without_effect(name, **parts) for name in config.megatron.passed}
-    return {key: why for key, why in found.items() if why}
+    idle = {f"megatron.{name}": without_effect(name, **parts) for name in config.megatron.passed}
+    return {key: reason for key, reason in idle.items() if reason}
 
 
 def refuse_without_effect(resolved: Resolved, facts: ModelFacts) -> None:
     """Raise ConfigError for a field of the `megatron` section that does nothing in this model and is not optional."""
-    for key, why in idle_fields(resolved.config, facts).items():
+    for key, reason in idle_fields(resolved.config, facts).items():
         if key not in resolved.optional:
             value = resolved.config.megatron.passed[key.removeprefix("megatron.")]
-            raise ConfigError(f"`{key}` = {value!r} ({resolved.origin[key]}) has no effect: {why}.", "Remove it.")
+            raise ConfigError(f"`{key}` = {value!r} ({resolved.origin[key]}) has no effect: {reason}.", "Remove it.")
 
 
 def require_devices(plan: Plan, config: RlctlConfig) -> None:

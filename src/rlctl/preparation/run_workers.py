@@ -105,8 +105,8 @@ class RunWorkers:
         policy, engine = self.spec.policy, self.spec.engines.engine
         if source is not None:
             rounded = quantized_matrices(policy.facts, policy.quantization)
-            found = fingerprints_of(source, policy.dtype).items()
-            options["converted"] = {name: value for name, value in found if name not in rounded}
+            fingerprints = fingerprints_of(source, policy.dtype).items()
+            options["converted"] = {name: value for name, value in fingerprints if name not in rounded}
             options["converted_at"] = source.megatron and source.megatron.parent
         if decode_limit is not None:
             vocab, length = policy.facts.text_vocab, engine.max_length
@@ -123,7 +123,7 @@ class RunWorkers:
 def start_run_workers(
     spec: RunWorkersSpec,
     log_dir: Path,
-    doing: Callable[[str], None] = lambda what: None,
+    doing: Callable[[str], None] = lambda activity: None,
     load: Callable[[PolicyClient, PolicyClient | None], None] = lambda policy, teacher: None,
     early: EarlyHosts | None = None,
     tell: Callable[[str], None] = lambda note: None,
@@ -179,8 +179,8 @@ def start_run_workers(
                 meet(teacher_ranks, start_s)
                 teacher = PolicyClient(teacher_ranks, spec.teacher, spec.training, **rows)
             load(policy, teacher)
-            for what, call in beside.items():
-                doing(what)
+            for activity, call in beside.items():
+                doing(activity)
                 call.results()
             if engines is not None:
                 engines.ready()
@@ -202,7 +202,7 @@ def start_engines(spec: EnginesSpec, limits: ClusterConfig, log_dir: Path) -> It
 
 def _on_several_nodes(start: _Start) -> bool:
     """Whether what engines made may be lost with another host than the driver's."""
-    return len({one.node_id for place in start.placements for one in place.bundles}) > 1
+    return len({bundle.node_id for place in start.placements for bundle in place.bundles}) > 1
 
 
 def meet(ranks: WorkerGroup[PolicyWorker], timeout_s: float) -> None:
@@ -250,7 +250,7 @@ class Again:
     def standing(self) -> tuple[int, int]:
         """Return the places that are left, and their nodes."""
         left = self._start.of_policy.standing()
-        return len(left), len({one.node_id for one in left})
+        return len(left), len({bundle.node_id for bundle in left})
 
     def go_on_with(self, spec: RunWorkersSpec) -> None:
         """Start a policy of another layout from here on, on the places that are left."""
@@ -376,7 +376,7 @@ class _Start:
     def try_rewards(self, scorers: Scorers, tell: Callable[[str], None]) -> None:
         """Repeat the trial of the rewards in their workers, with errors that name the node."""
         place = f"node {self.of_policy.bundles[0].node}, where the rewards of the run are computed"
-        told = set[str]()
+        messages = set[str]()
         for scorer in filter(None, scorers):
             scorer.ready()
             try:
@@ -384,8 +384,8 @@ class _Start:
             except RlctlError as error:
                 raise type(error)(f"{error.message} The trial was on {place}.", error.hint) from error
             for note in notes:
-                if note not in told:
-                    told.add(note)
+                if note not in messages:
+                    messages.add(note)
                     tell(f"note: on {place}: {note}")
 
     def scorer(self, plan: Rewards, name: str) -> WorkerGroup[RewardWorker]:
@@ -472,12 +472,12 @@ def engine_bundles(
     for index, nodes in enumerate(counts):
         if len(nodes) > most or len(set(nodes.values())) > 1 or len(nodes) != len(counts[0]):
             whose = f"engine {index // replicas}" if replicas == 1 else f"a replica of engine {index // replicas}"
-            found = ", ".join(f"{count} on {node}" for node, count in sorted(nodes.items()))
-            wanted = f"{ranks} on one node" if most == 1 else f"as many on each of {most} nodes at most"
+            listing = ", ".join(f"{count} on {node}" for node, count in sorted(nodes.items()))
+            requirement = f"{ranks} on one node" if most == 1 else f"as many on each of {most} nodes at most"
             raise MachineError(
-                f"Ray gave the {ranks} devices of {whose} on {len(nodes)} nodes ({found}); it takes {wanted}.",
+                f"Ray gave the {ranks} devices of {whose} on {len(nodes)} nodes ({listing}); it takes {requirement}.",
                 "Free devices so that each node has a multiple of generation.tp x generation.pp, or set smaller ones.",
             )
     of_engine = [sum(shares[first : first + replicas], ()) for first in range(0, len(shares), replicas)]
     size = next(iter(counts[0].values()))
-    return [(own[:size], own[size:]) for own in of_engine]
+    return [(devices[:size], devices[size:]) for devices in of_engine]

@@ -39,5 +39,5 @@ def step_plan(
 def is_scored(method: Method, prompts: PromptStream | None) -> bool:
     datasets = prompts.sources if prompts and method.config.rollout_settings else ()
     return method.config.has_scores(
-        bool(datasets) and any_reward((one.label, one.reward, one.prompts) for one in datasets)
+        bool(datasets) and any_reward((dataset.label, dataset.reward, dataset.prompts) for dataset in datasets)
     )

@@ -32,7 +32,7 @@ from rlctl.training.running_parts import CriticSettings
 
 @dataclass(frozen=True)
 class EnginesSpec:
-    """The engines to start, one on the devices behind those of the other, of those that the engines have."""
+    """The engines to start. Engine i uses the devices after engine i-1."""
 
     backend: EngineBackend
     engine: EngineSpec
@@ -78,7 +78,7 @@ class RunWorkersSpec:
     @property
     def policy_devices(self) -> int:
         """Devices of the policy, which its teacher shares."""
-        return max(one.parallel.world_size for one in (self.policy, self.teacher) if one is not None)
+        return max(spec.parallel.world_size for spec in (self.policy, self.teacher) if spec is not None)
 
 
 def device_of(plan: Plan) -> Device:
@@ -172,9 +172,9 @@ def planned_critic(config: RlctlConfig, critic: CriticSettings, plan: Plan) -> C
             f"advantage.baseline = critic needs a value model, and the backend {plan.backend} trains none.",
             "Train with --backend megatron, or with an algorithm without a critic.",
         )
-    own = {"lr": critic.lr, "weight_decay": critic.weight_decay, "clip_grad": critic.clip_grad}
+    optimizer_values = {"lr": critic.lr, "weight_decay": critic.weight_decay, "clip_grad": critic.clip_grad}
     turns = training_of(plan).critic_offload if config.training.offload is None else config.training.offload
-    return CriticSpec(config.optimizer.model_copy(update=own), offload=turns)
+    return CriticSpec(config.optimizer.model_copy(update=optimizer_values), offload=turns)
 
 
 def planned_teacher(
@@ -184,8 +184,8 @@ def planned_teacher(
     of the most likely tokens of each position of a teacher are needed. It computes as the policy does, without its
     adapters, quantization, critic, routers that follow the engines, and fields that are passed through."""
     assert plan.teacher is not None  # it was planned with the policy
-    own, top = (config.teacher_has_tokenizer, method.teacher_top) if method else (False, 0)
-    choice, vocab = plan.teacher.choice, teacher.vocab if own else min(student.vocab, teacher.vocab)
+    own_tokenizer, top = (config.teacher_has_tokenizer, method.teacher_top) if method else (False, 0)
+    choice, vocab = plan.teacher.choice, teacher.vocab if own_tokenizer else min(student.vocab, teacher.vocab)
     spec = replace(
         planned_policy(config, student, plan, method),
         facts=teacher,
@@ -201,7 +201,7 @@ def planned_teacher(
         valued=choice.valued,
         megatron={},
         ddp={},
-        teaches=Teaching(vocab, min(top, vocab), by_text=own),
+        teaches=Teaching(vocab, min(top, vocab), by_text=own_tokenizer),
     )
     policy_backend(plan.backend).require(spec)
     return spec

@@ -48,15 +48,15 @@ class Rehearsal:
 
     def text(self) -> str:
         """Return the table, and the notices below it."""
-        rows = [("rehearsed", what, how) for what, how in self.done]
-        rows += [("stand-in", what, how) for what, how in self.stand_ins]
-        rows += [("shrunk", one.key, f"{short(one.was)} -> {short(one.now)}") for one in self.shrunk]
-        rows += [("not rehearsed", what, why) for what, why in self.left_out]
-        width = min(WIDEST, max((len(what) for _, what, _ in rows), default=0))
+        rows = [("rehearsed", subject, how) for subject, how in self.done]
+        rows += [("stand-in", subject, how) for subject, how in self.stand_ins]
+        rows += [("shrunk", value.key, f"{short(value.was)} -> {short(value.now)}") for value in self.shrunk]
+        rows += [("not rehearsed", subject, reason) for subject, reason in self.left_out]
+        width = min(WIDEST, max((len(subject) for _, subject, _ in rows), default=0))
         lines = [
             line
-            for kind, what, how in rows
-            for line in wrapped(how, f"  {kind:<13}  {what:<{width}}  ", " " * (width + 19))
+            for kind, subject, how in rows
+            for line in wrapped(how, f"  {kind:<13}  {subject:<{width}}  ", " " * (width + 19))
         ]
         for notice in self.notices:
             lines += wrapped(notice, "  notice: ", "    ")

@@ -16,20 +16,20 @@ from rlctl.rehearsal.shrink import (
 from rlctl.rehearsal.stand_ins import generated_rows, names_of_data, write_model
 
 
-def write_stand_ins(planned: Planned, folder: Path, found: Rehearsal) -> StandIns:
+def write_stand_ins(planned: Planned, folder: Path, rehearsal: Rehearsal) -> StandIns:
     """Write the model, rows and scorer that a rehearsal uses in place of the run's; `found` lists them."""
     config, method, plan = planned.config, planned.method, planned.early
-    tokenizer, why = write_model(folder / "model", config.model, plan)
-    found.stand_ins.append(("model", f"a random {plan.facts.family} of two layers for {config.model.name}"))
-    if why is None:
-        found.done.append(("tokenizer", f"that of {config.model.tokenizer or config.model.name}"))
+    tokenizer, reason = write_model(folder / "model", config.model, plan)
+    rehearsal.stand_ins.append(("model", f"a random {plan.facts.family} of two layers for {config.model.name}"))
+    if reason is None:
+        rehearsal.done.append(("tokenizer", f"that of {config.model.tokenizer or config.model.name}"))
     else:
-        found.stand_ins.append(("tokenizer", why))
+        rehearsal.stand_ins.append(("tokenizer", reason))
     teacher = None
     if plan.teacher is not None:
         teacher, scores = folder / plan.teacher.role, plan.teacher.choice.valued
         write_model(teacher, config.model, plan, plan.teacher.facts, scores=scores)
-        found.stand_ins.append((plan.teacher.label, f"a random {plan.teacher.facts.family} of two layers"))
+        rehearsal.stand_ins.append((plan.teacher.label, f"a random {plan.teacher.facts.family} of two layers"))
     rows: list[tuple[str, Path]] = []
     for number, (name, data, rewards) in enumerate(names_of_data(config)):
         try:
@@ -41,11 +41,11 @@ def write_stand_ins(planned: Planned, folder: Path, found: Rehearsal) -> StandIn
                 images=plan.facts.vision is not None,
             )  # fmt: skip
             rows.append((name, path))
-            found.stand_ins.append((f"rows of {name}", f"generated sums; {error.message}"))
+            rehearsal.stand_ins.append((f"rows of {name}", f"generated sums; {error.message}"))
     if config.turn_tokens:
         (folder / "rehearsal.py").write_text(VARYING)
-        said = "the share of some letters is added to the rewards, and one letter ends completions"
-        found.stand_ins.append(("success of a random model", said))
+        note = "the share of some letters is added to the rewards, and one letter ends completions"
+        rehearsal.stand_ins.append(("success of a random model", note))
     letter = usual_letter([*map(str, tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))])
-    keeps = config.model.tokenizer is not None and why is None
+    keeps = config.model.tokenizer is not None and reason is None
     return StandIns(folder, folder / "model", teacher, keeps, letter, tuple(rows))

@@ -42,42 +42,42 @@ def rehearse(resolved: Resolved, tell: Tell, *, quiet: bool, keep: Path | None =
     """Rehearse a run. Raises what `train` refuses the configuration for before it starts anything; what fails later is
     the `error` of the result. `keep` is a directory for model, rows, run and export, which are otherwise removed."""
     started = time.perf_counter()
-    named = name_run(resolved, tell)
-    facts, teacher = published_facts(named.config.model, tell), published_teacher(named.config, tell)
-    planned = plan_run(Located(named.resolved, named.method, facts, teacher, ASSUMED_GPU))
+    named_run = name_run(resolved, tell)
+    facts, teacher = published_facts(named_run.config.model, tell), published_teacher(named_run.config, tell)
+    planned = plan_run(Located(named_run.resolved, named_run.method, facts, teacher, ASSUMED_GPU))
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise InputError(f"--keep {keep}: the directory is not empty.", "Name another.")
     with nullcontext(keep) if keep is not None else temporary_folder("rehearsal", tell) as folder:
-        found = Rehearsal(str(folder))
+        rehearsal = Rehearsal(str(folder))
         try:
-            _rehearse(planned, folder, found, tell, quiet)
+            _rehearse(planned, folder, rehearsal, tell, quiet)
         except RlctlError as error:
-            found.error = error
-        found.left_out += not_rehearsed(planned.early)
-        found.seconds = time.perf_counter() - started
-        return found
+            rehearsal.error = error
+        rehearsal.left_out += not_rehearsed(planned.early)
+        rehearsal.seconds = time.perf_counter() - started
+        return rehearsal
 
 
-def _rehearse(planned: Planned, folder: Path, found: Rehearsal, tell: Tell, quiet: bool) -> None:
+def _rehearse(planned: Planned, folder: Path, rehearsal: Rehearsal, tell: Tell, quiet: bool) -> None:
     config, plan = planned.config, planned.early
-    stand_ins = write_stand_ins(planned, folder, found)
+    stand_ins = write_stand_ins(planned, folder, rehearsal)
     large = planned.resolved.with_plan(plan)
     small = shrunk(large, plan, stand_ins)
-    found.shrunk, left_out = changes(large, small)
-    found.left_out += [(one.key, f"{short(one.was)}: only GPUs compute or need it") for one in left_out]
+    rehearsal.shrunk, left_out = changes(large, small)
+    rehearsal.left_out += [(value.key, f"{short(value.was)}: only GPUs compute or need it") for value in left_out]
     with environment(**variables_of(folder)):
         job = _prepared(small, planned, tell)
-        known = ("model: ", "note: ", *differences(job.resolved))
-        said = [line.partition(": ") for line in about(job) if not line.startswith(known)]
-        found.done += [(what, how) if colon else ("", what) for what, colon, how in said]
-        found.done.append(("plan", job.plan.name()))
-        found.notices += look_at_rows(job, config, plan.facts, {str(path) for _, path in stand_ins.rows})
+        prefixes = ("model: ", "note: ", *differences(job.resolved))
+        lines = [line.partition(": ") for line in about(job) if not line.startswith(prefixes)]
+        rehearsal.done += [(subject, how) if colon else ("", subject) for subject, colon, how in lines]
+        rehearsal.done.append(("plan", job.plan.name()))
+        rehearsal.notices += look_at_rows(job, config, plan.facts, {str(path) for _, path in stand_ins.rows})
         run = RunDirectory(folder / "run")
-        run_twice(small, run, found, quiet)
-        found.notices += look_at_run(job, run, config, stand_ins.stop)
+        run_twice(small, run, rehearsal, quiet)
+        rehearsal.notices += look_at_run(job, run, config, stand_ins.stop)
         tell("rehearsing the export")
         exported = partial(export, run.path, folder / "export")
-        found.done.append(("export", call_in_child("the rehearsal of the export", exported, limit_s=LIMIT_S)))
+        rehearsal.done.append(("export", call_in_child("the rehearsal of the export", exported, limit_s=LIMIT_S)))
 
 
 def _prepared(small: Resolved, planned: Planned, tell: Tell) -> Job:

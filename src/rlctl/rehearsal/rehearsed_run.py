@@ -26,7 +26,7 @@ OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 """Environment of a rehearsed run: what would go to a server stays in its directory."""
 
 
-def run_twice(small: Resolved, run: RunDirectory, found: Rehearsal, quiet: bool) -> None:
+def run_twice(small: Resolved, run: RunDirectory, rehearsal: Rehearsal, quiet: bool) -> None:
     """Take two steps; the process is killed between them, and the run resumed."""
     train = partial(train_grpo, small, quiet=quiet)
     try:
@@ -35,28 +35,28 @@ def run_twice(small: Resolved, run: RunDirectory, found: Rehearsal, quiet: bool)
         if not run.checkpoints():  # else it was this file's own signal
             raise
     [line] = read_metrics(run.metrics)
-    found.done.append(("step 1", _said(line)))
-    found.done.append(("save", f"the checkpoint of step 1, {_size(run.checkpoints()[-1].path)}"))
+    rehearsal.done.append(("step 1", _said(line)))
+    rehearsal.done.append(("save", f"the checkpoint of step 1, {_size(run.checkpoints()[-1].path)}"))
     summary: RunSummary = call_in_child("the resumed run", partial(train, resume=True), limit_s=LIMIT_S)
     lines = read_metrics(run.metrics)
-    found.done.append(("kill and resume", f"killed after step 1, resumed, and finished step {summary.steps}"))
-    found.done.append(("step 2", _said(lines[-1])))
+    rehearsal.done.append(("kill and resume", f"killed after step 1, resumed, and finished step {summary.steps}"))
+    rehearsal.done.append(("step 2", _said(lines[-1])))
     report = run.path / "report.html"
-    found.done.append(("report", f"{report.name}, {_size(report)}"))
+    rehearsal.done.append(("report", f"{report.name}, {_size(report)}"))
 
 
 def _said(line: dict[str, Any]) -> str:
     values = {name: line.get(name) for name in ("loss", "grad_norm", "reward_mean", "accuracy")}
     difference = (line.get("logprob_diff") or {}).get("mean")
-    shown = [f"{name} {value:.3g}" for name, value in values.items() if isinstance(value, int | float)]
-    shown += [f"engine and trainer differ by {difference:.1e}"] if difference is not None else []
-    shown += [f"validated: {', '.join(line['validation'])}"] if line.get("validation") else []
-    return ", ".join(shown)
+    texts = [f"{name} {value:.3g}" for name, value in values.items() if isinstance(value, int | float)]
+    texts += [f"engine and trainer differ by {difference:.1e}"] if difference is not None else []
+    texts += [f"validated: {', '.join(line['validation'])}"] if line.get("validation") else []
+    return ", ".join(texts)
 
 
 def _size(path: Path) -> str:
-    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
-    return f"{sum(one.stat().st_size for one in files) / 1e6:.1f} MB"
+    files = [path] if path.is_file() else [entry for entry in path.rglob("*") if entry.is_file()]
+    return f"{sum(file.stat().st_size for file in files) / 1e6:.1f} MB"
 
 
 class KilledLoop(Loop):
@@ -71,8 +71,8 @@ class KilledLoop(Loop):
 
 def variables_of(folder: Path) -> dict[str, str]:
     """Return the variables of a rehearsed run; an offline logger writes into the folder."""
-    own = {"RLCTL_MEGATRON_CHECKPOINT_DIR": str(folder / "converted"), "WANDB_DIR": str(folder)}
-    return {**OFFLINE, **own, "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "TRACKIO_DIR": str(folder)}
+    variables = {"RLCTL_MEGATRON_CHECKPOINT_DIR": str(folder / "converted"), "WANDB_DIR": str(folder)}
+    return {**OFFLINE, **variables, "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "TRACKIO_DIR": str(folder)}
 
 
 def export(run: Path, destination: Path) -> str:
@@ -85,13 +85,13 @@ def export(run: Path, destination: Path) -> str:
 
     report = megatron_to_hf(run, destination)
     kind = getattr(transformers, read_config(destination)["architectures"][0])
-    model, told = kind.from_pretrained(destination, output_loading_info=True)
-    if lacking := [*told["missing_keys"], *told["mismatched_keys"]]:
+    model, loading = kind.from_pretrained(destination, output_loading_info=True)
+    if lacking := [*loading["missing_keys"], *loading["mismatched_keys"]]:
         raise VerificationError(f"The export lacks {lacking[0]}.", "Report it: the run's weights cannot be used.")
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(destination)
     with torch.no_grad():
-        found = model(tokenizer("How many are two and three?", return_tensors="pt").input_ids).logits
-    finite = bool(torch.isfinite(found).all())
+        output = model(tokenizer("How many are two and three?", return_tensors="pt").input_ids).logits
+    finite = bool(torch.isfinite(output).all())
     if not finite:
         raise VerificationError("The exported model computes values that are not finite.")
     return f"{report.tensors} tensors, read back and equal; transformers loads them as {type(model).__name__}"

@@ -31,8 +31,8 @@ SCORED = 8
 def look_at_rows(job: Job, config: RlctlConfig, facts: ModelFacts, generated: Container[str]) -> list[str]:
     """Return what the run of `config` would meet in its rows, but for those of files that were `generated`; `job` is
     that of the rehearsal."""
-    own = [source for source in job.prompts.sources if source.prompts.label not in generated]
-    return [notice for source in own for notice in _notices_of_rows(job, source, config, facts)]
+    given_sources = [source for source in job.prompts.sources if source.prompts.label not in generated]
+    return [notice for source in given_sources for notice in _notices_of_rows(job, source, config, facts)]
 
 
 def _notices_of_rows(job: Job, source: OpenedSource, config: RlctlConfig, facts: ModelFacts) -> Iterator[str]:
@@ -55,10 +55,10 @@ def _notices_of_rows(job: Job, source: OpenedSource, config: RlctlConfig, facts:
     if failed:
         yield f"{len(failed):,} {looked} fail, and the run would stop at the first: {failed[0]}"
     if long := [tokens for tokens in lengths if tokens > (length - 1 if new else length)]:
-        what = {"drop": "leave them out", "cut": "cut them"}.get(config.data.too_long, "stop at the first")
+        action = {"drop": "leave them out", "cut": "cut them"}.get(config.data.too_long, "stop at the first")
         yield (
             f"{len(long):,} {looked} are {kind}s of more than {length:,} tokens, the longest of {max(long):,}: the run "
-            f"would {what} (model.max_length)."
+            f"would {action} (model.max_length)."
         )
     if new and (tight := sum(length - new < tokens < length for tokens in lengths)):
         yield (
@@ -76,12 +76,12 @@ def reference_scores(plan: RewardPlan, rows: Sequence[PromptRow]) -> dict[str, l
         for text, row in zip(texts, answered, strict=True)
         for number in range(len(plan.scorers))
     ]
-    found = defaultdict[str, list[float]](list)
+    scores_found = defaultdict[str, list[float]](list)
     with closing(ScoringProcess(plan)) as process:
-        for one, score in zip(work, process.score(work), strict=True):
+        for pair, score in zip(work, process.score(work), strict=True):
             if score.value is not None:
-                found[plan.labels[one.scorer]].append(score.value)
-    return found
+                scores_found[plan.labels[pair.scorer]].append(score.value)
+    return scores_found
 
 
 def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str) -> list[str]:
@@ -100,7 +100,7 @@ def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str)
         if job.rewards is not None:
             notices += _of_rewards(job.rewards.of(source.label), rows, samples, source.label)
         texts = [sample.get("rendered", "") for sample in samples]
-        texts += [said.text for sample in samples for said in conversation(sample)]
+        texts += [turn.text for sample in samples for turn in conversation(sample)]
         texts += [answer_text(row.answer) for row in rows]
         notices += [
             f"The stop text {stop!r} (generation.stop) is in no prompt, answer or completion that was looked at."
@@ -111,15 +111,15 @@ def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str)
 
 
 def _of_rewards(plan: RewardPlan, rows: Sequence[PromptRow], samples: Sequence[dict], label: str) -> Iterator[str]:
-    own = replace(plan, terms=plan.terms[:-1])  # the last one is the rehearsal's
-    right = reference_scores(own, rows) if own.terms else {}
-    for scorer in own.labels:
+    own_plan = replace(plan, terms=plan.terms[:-1])  # the last one is the rehearsal's
+    right = reference_scores(own_plan, rows) if own_plan.terms else {}
+    for scorer in own_plan.labels:
         sampled = [sample["terms"].get(scorer) for sample in samples if sample.get("source", "") == label]
         sampled = [score for score in sampled if score is not None]
-        given = {*sampled, *right.get(scorer, ())}
-        if len(given) == 1 and len(sampled) > 1:
+        rewards = {*sampled, *right.get(scorer, ())}
+        if len(rewards) == 1 and len(sampled) > 1:
             also = f", and {len(right[scorer])} reference answers" if right.get(scorer) else ""
             yield (
-                f"The reward {scorer} gave all {len(sampled)} completions{also} {given.pop():g}: nothing is learned "
+                f"The reward {scorer} gave all {len(sampled)} completions{also} {rewards.pop():g}: nothing is learned "
                 "from a reward that never varies."
             )

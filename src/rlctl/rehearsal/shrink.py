@@ -40,8 +40,7 @@ VARYING = """
 def varies(completion, **row):
     return sum("a" <= letter <= "m" for letter in completion.lower()) / max(1, len(completion))
 """
-"""A scorer that differs between the completions of a random model, which are seldom right: nothing is learned from
-equal ones. It gives the share of letters of the first half of the alphabet."""
+"""A scorer that varies on random completions; equal rewards give no gradient."""
 GPU_FIELDS = (
     "megatron.fp8", "megatron.fp4", "megatron.transformer_impl", "megatron.moe_grouped_gemm", "megatron.moe_permute",
     "megatron.moe_router_fusion", "megatron.moe_token_dispatcher", "megatron.moe_flex", "megatron.moe_enable_deepep",
@@ -82,7 +81,7 @@ class StandIns:
 
     def data(self, name: str | None) -> str | None:
         """Return the name of the data to take in place of `name`."""
-        return next((str(path) for own, path in self.rows if own == name), name)
+        return next((str(path) for source_name, path in self.rows if source_name == name), name)
 
 
 @dataclass(frozen=True)
@@ -105,13 +104,13 @@ def changes(before: Resolved, after: Resolved) -> tuple[list[ReplacedValue], lis
     """Return the keys that are smaller in the rehearsal, and those that a user has set and a rehearsal leaves out, in
     the schema's order."""
     then, now = dict(before.leaves()), dict(after.leaves())
-    found = [ReplacedValue(key, then.get(key), now.get(key)) for key in then | now if then.get(key) != now.get(key)]
-    set_by_rehearsal = [one for one in found if after.origin.get(one.key) == REHEARSAL]
-    smaller = [one for one in set_by_rehearsal if REHEARSAL_DETAIL not in after.schema.facts(one.key)]
-    left_out = [one for one in found if after.origin.get(one.key) != REHEARSAL]
+    replaced = [ReplacedValue(key, then.get(key), now.get(key)) for key in then | now if then.get(key) != now.get(key)]
+    set_by_rehearsal = [value for value in replaced if after.origin.get(value.key) == REHEARSAL]
+    smaller = [value for value in set_by_rehearsal if REHEARSAL_DETAIL not in after.schema.facts(value.key)]
+    left_out = [value for value in replaced if after.origin.get(value.key) != REHEARSAL]
     plain = (None, False, "auto", [], {})
     return smaller, [
-        one for one in left_out if before.origin[one.key] not in (DEFAULT, PLANNER) and one.was not in plain
+        value for value in left_out if before.origin[value.key] not in (DEFAULT, PLANNER) and value.was not in plain
     ]
 
 
@@ -167,17 +166,21 @@ def _data(config: RlctlConfig, stand_ins: StandIns) -> dict[str, Any]:
         settings = source_settings(config)
         values["data.sources"] = [
             {
-                **one.model_dump(mode="json"),
-                "name": stand_ins.data(one.name),
-                **({"reward": _with_variation(rollouts, own.reward, stand_ins)} if one.reward and rollouts else {}),
+                **source.model_dump(mode="json"),
+                "name": stand_ins.data(source.name),
+                **(
+                    {"reward": _with_variation(rollouts, source_values.reward, stand_ins)}
+                    if source.reward and rollouts
+                    else {}
+                ),
             }
-            for one, own in zip(config.data.sources, settings, strict=True)
+            for source, source_values in zip(config.data.sources, settings, strict=True)
         ]
     elif stand_ins.data(config.data.name) != config.data.name:
         values |= {"data.name": stand_ins.data(config.data.name), "data.params": {}, "data.size": None}
-    held = config.validation.data.name
-    if stand_ins.data(held) != held:
-        values |= {"validation.data.name": stand_ins.data(held), "validation.data.params": {}}
+    name = config.validation.data.name
+    if stand_ins.data(name) != name:
+        values |= {"validation.data.name": stand_ins.data(name), "validation.data.params": {}}
     if rollouts and rollouts.learns_from_rewards:
         reward, validation = rollouts.reward, rollouts.validation
         values["reward.terms"] = _with_variation(rollouts, reward, stand_ins)["terms"]
@@ -196,8 +199,8 @@ def _played(terms: Sequence[RewardTerm], stand_ins: StandIns) -> list[dict[str, 
 def _with_variation(config: RolloutConfig, reward: SourceReward, stand_ins: StandIns) -> dict[str, Any]:
     """Return a reward with the scorer that varies; of a task that is not named, with the task's own, unless an
     environment gives the rewards."""
-    named = _played(reward.terms, stand_ins)
-    terms = named or ([] if config.environment.name else [{"name": "task"}])
+    played = _played(reward.terms, stand_ins)
+    terms = played or ([] if config.environment.name else [{"name": "task"}])
     return {"terms": [*terms, {"name": f"{stand_ins.scorer}:varies"}], "extract": reward.extract}
 
 

@@ -54,14 +54,14 @@ def write_model(
             "`rlctl train --dry-run` checks the configuration without starting anything.",
         )
     directory.mkdir(parents=True)
-    tokenizer, why = _tokenizer(model)
+    tokenizer, reason = _tokenizer(model)
     stages = plan.training.parallel.pp > 1 and plan.training.parallel.vpp > 1 if plan.training else False
     # The rows of a matrix of embeddings may be more than the tokens, and divide over the ranks.
     vocab = -(-max(facts.vocab, len(tokenizer)) // 8) * 8 if tokenizer is not None else VOCAB_SIZE
     write_tiny_model(directory, tiny_config(facts, layers=4 if stages else 2, vocab=vocab), scores=scores)
     if tokenizer is None:
         write_tokenizer(directory)
-        return load_tokenizer(directory, ModelConfig()), why
+        return load_tokenizer(directory, ModelConfig()), reason
     tokenizer.save_pretrained(directory)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     write_json(directory / "generation_config.json", ends)
@@ -83,15 +83,15 @@ def _tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase | None, str 
 
 def names_of_data(config: RlctlConfig) -> Iterator[tuple[str, DataConfig, RewardConfig]]:
     """Yield the name of each source of data that is not a task, how it is read, and its rewards."""
-    found = [(one.data, one.reward) for one in source_settings(config)]
+    names = [(settings.data, settings.reward) for settings in source_settings(config)]
     if config.validation.wanted and config.validation.data.name:
-        held = validation_data(config.data, config.validation.data)
+        validation = validation_data(config.data, config.validation.data)
         reward = RewardConfig()
         if rollouts := config.rollout_settings:
             terms = rollouts.validation.reward or rollouts.reward.terms
             reward = rollouts.reward.model_copy(update={"terms": terms})
-        found.append((held, reward))
-    for data, reward in found:
+        names.append((validation, reward))
+    for data, reward in names:
         if data.name and not data.name.startswith(GYM_PREFIX):
             yield data.name, data, reward
 
@@ -124,6 +124,6 @@ COLORS = ("red", "green", "blue", "yellow")
 
 
 def _drawn(number: int) -> str:
-    held = io.BytesIO()
-    square(COLORS[number % len(COLORS)]).save(held, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"
+    buffer = io.BytesIO()
+    square(COLORS[number % len(COLORS)]).save(buffer, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
