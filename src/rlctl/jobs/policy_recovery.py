@@ -150,11 +150,11 @@ class RunPolicy:
                 self._again.find_places(self._job.config.cluster.start_timeout_s)
 
     def _plan_again(self) -> bool:
-        (places, nodes), before = self._again.standing(), self._job.plan
+        (places, lost), before = self._again.standing(), self._job.plan
         try:
             if self._workers.teacher is not None:
                 raise NoPlanError("its teacher has no other layout")
-            self._job = smaller(self._job, nodes)
+            self._job = smaller(self._job, before.cluster.nodes - lost)
             assert self._job.plan.training is not None  # the run trains
             if (size := self._job.plan.training.parallel.world_size) > places:
                 raise NoPlanError(f"the new plan needs {size} devices")

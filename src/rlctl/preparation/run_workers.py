@@ -248,9 +248,10 @@ class Again:
         return len(self._start.of_policy.standing()) == len(self._start.of_policy.bundles)
 
     def standing(self) -> tuple[int, int]:
-        """Return the places that are left, and their nodes."""
-        left = self._start.of_policy.standing()
-        return len(left), len({bundle.node_id for bundle in left})
+        """Return the number of places that are left, and of the nodes that were lost."""
+        place = self._start.of_policy
+        left = place.standing()
+        return len(left), len({one.node_id for one in place.bundles} - {one.node_id for one in left})
 
     def go_on_with(self, spec: RunWorkersSpec) -> None:
         """Start a policy of another layout from here on, on the places that are left."""
