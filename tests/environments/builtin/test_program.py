@@ -11,6 +11,7 @@ import pytest
 
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.environments.environment_plan import plan_environment
+from rlctl.environments.running_episode import RunningEpisode
 from rlctl.settings.rewards import EnvironmentConfig
 
 AGENT = """
@@ -52,7 +53,7 @@ def test_an_answer_that_the_token_limit_has_cut_says_so(
     message = {"role": "assistant", "content": text, "tokens": [1], "logprobs": [0.0], "prompt_tokens": [1]}
 
     async def played() -> tuple[float, float]:
-        episode = loaded.begin()
+        episode = RunningEpisode(loaded)
         await episode.reset(PromptRow(0, "row 1", "Clean up.", None), 0)
         ended = await episode.step({**message, "stop_reason": stop_reason})
         return (await episode.close()).reward, ended.metrics["calls"]

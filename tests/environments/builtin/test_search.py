@@ -11,6 +11,7 @@ import pytest
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.environments.builtin.search import Search, same
 from rlctl.environments.environment_plan import plan_environment
+from rlctl.environments.running_episode import RunningEpisode
 from rlctl.errors import InputError
 from rlctl.settings.rewards import EnvironmentConfig
 
@@ -25,7 +26,7 @@ def test_the_model_searches_a_collection_and_answers(tmp_path: Path) -> None:
     loaded = plan_environment(EnvironmentConfig(name="search", params={"corpus": str(corpus)})).load()
     assert loaded.note == "3 passages can be searched"
     assert loaded.schemas()["search"]["function"]["parameters"]["required"] == ["query"]
-    episode = loaded.begin()
+    episode = RunningEpisode(loaded)
     asyncio.run(episode.reset(PromptRow(0, "row 0", "Which is the capital of Norway?", "Oslo", {}), 1))
     search = Search(str(corpus)).search
     assert search("capital of Norway").startswith("[1] Oslo: The capital of Norway.\n\n[2] Quito")
