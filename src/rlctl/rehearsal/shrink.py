@@ -40,7 +40,8 @@ VARYING = """
 def varies(completion, **row):
     return sum("a" <= letter <= "m" for letter in completion.lower()) / max(1, len(completion))
 """
-"""A scorer that varies on random completions; equal rewards give no gradient."""
+"""The share of letters of the first half of the alphabet: it varies on random completions, and equal rewards give no
+gradient."""
 GPU_FIELDS = (
     "megatron.fp8", "megatron.fp4", "megatron.transformer_impl", "megatron.moe_grouped_gemm", "megatron.moe_permute",
     "megatron.moe_router_fusion", "megatron.moe_token_dispatcher", "megatron.moe_flex", "megatron.moe_enable_deepep",
