@@ -24,7 +24,7 @@ class Movement:
         self._first: dict[Hashable, Tensor] = {}
         self._before: dict[Hashable, Tensor] = {}
         self._seen: dict[Hashable, tuple[Tensor, Tensor, Tensor, float]] = {}
-        """Samples at first, before and after the last step, and how many elements one of the sample stands for."""
+        """Samples at first, before and after the last step, and the number of elements for each sampled one."""
 
     def before(self, name: Hashable, master: Tensor) -> None:
         """See a float32 weight, or this rank's part of it, before a step."""
@@ -43,11 +43,12 @@ class Movement:
         sums = torch.zeros(5, dtype=torch.float64, device=device)
         if self._seen:
             # One pass over the samples of all weights: a GPU would start thirty small kernels for each otherwise.
-            first, before, now = (torch.cat([one[place] for one in self._seen.values()]) for place in range(3))
-            lengths = torch.tensor([len(one[2]) for one in self._seen.values()], device=now.device)
-            each = torch.tensor([one[3] for one in self._seen.values()], dtype=torch.float64, device=now.device)
+            firsts, befores, nows, elements = zip(*self._seen.values(), strict=True)
+            first, before, now = torch.cat(firsts), torch.cat(befores), torch.cat(nows)
+            lengths = torch.tensor([len(samples) for samples in nows], device=now.device)
+            each = torch.tensor(elements, dtype=torch.float64, device=now.device)
             first_narrow, before_narrow, now_narrow = (
-                narrowed(one, self._dtype, self._rounding).double() for one in (first, before, now)
+                narrowed(samples, self._dtype, self._rounding).double() for samples in (first, before, now)
             )
             moved = (now - first).double()
             of_elements = torch.stack([

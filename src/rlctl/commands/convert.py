@@ -125,13 +125,13 @@ def text_part(
     if destination is not None and not force:
         require_absent(destination)
     _refuse_for_directory(source, "--revision" if revision else None)
-    from rlctl.checkpoints.conversion import hf_megatron as conversion
     from rlctl.checkpoints.conversion.prepared_model import TEXT, conversion_directory
+    from rlctl.checkpoints.conversion.text_model import take_text_part
 
     whole, reuse = _with_text_part(source, revision), destination is None and not force
     destination = destination or conversion_directory(whole, TEXT)
     with _settings(json_, verify=not no_verify, force=force, reuse=reuse) as settings:
-        report = conversion.take_text_part(whole, destination, settings)
+        report = take_text_part(whole, destination, settings)
     _print(report, json_)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 GIB = 1024**3
+Status = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class Check:
     """One finding. `fail`: a run cannot work. `warn`: it loses speed or a feature."""
 
     name: str
-    status: Literal["ok", "warn", "fail"]
+    status: Status
     detail: str
     fix: str | None = None
     repair: Callable[[], str] | None = field(default=None, compare=False)

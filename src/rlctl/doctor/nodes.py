@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rlctl.cluster.usage import visible_gpus
 from rlctl.doctor import gpus, host, network, software
 from rlctl.doctor.deep import POLL_S, ProbeProcess, Runner
-from rlctl.doctor.finding import Check
+from rlctl.doctor.finding import Check, Status
 from rlctl.doctor.gpus import Gpu
 from rlctl.doctor.probes import CPU, GPU, LAYERS
 from rlctl.errors import InputError, first_line
@@ -24,7 +24,7 @@ CHECKS_LIMIT_S, RATES_LIMIT_S = 420.0, 900.0
 SLOW = 0.9
 """Share of the median below which a GPU or a node counts as slow."""
 OF_NODES = ("rates", "collectives", "disk")
-WORSE = ("ok", "warn", "fail")
+WORSE: tuple[Status, ...] = ("ok", "warn", "fail")
 
 
 def ask_nodes(work: Callable[..., R], *arguments: object, limit_s: float) -> dict[str, R | str]:
