@@ -6,16 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
+from rlctl.data.rollouts import RolloutColumns
 from rlctl.methods.available import ALGORITHMS, BUILT_IN, method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.training.run_loss import RunLoss
 from support.parallel_cases import Case, load_batch, make_worker
 from support.pool import Pools
-from support.reference_policy import hf_model, make_batch, megatron_weights
+from support.reference_policy import advantage, hf_model, make_batch, megatron_weights
 
 PENALTY = ("loss.kl_coefficient=0.1", "loss.entropy_coefficient=0.01")
 LAYOUTS = {"alone": (ParallelSpec(), ParallelSpec()), "cp2-dp2": (ParallelSpec(cp=2), ParallelSpec(dp=2))}
@@ -31,13 +33,20 @@ def loss_of(name: str) -> RunLoss:
     return RunLoss(method_from_config(resolve(flags={"run.algorithm": name}, sets=sets, environment={}).config))
 
 
+def labelled(group: int, columns: RolloutColumns) -> RolloutColumns:
+    """Return `columns` with labels for KTO: sequences with a positive advantage are good."""
+    good_G = [float(advantage(group, row) > 0) for row in range(columns.rollouts)]
+    return replace(columns, extra_T={"label": np.repeat(np.float32(good_G), np.diff(columns.offsets_G))})
+
+
 def run_losses(rank: int, case: Case, model: Any, losses: list[RunLoss]) -> list[Any]:
     """The result of a step by each loss from the same weights, which are loaded from a directory or given."""
     worker = make_worker(rank, case, model)
     worker.hold_reference()
+    batch = {group: labelled(group, columns) for group, columns in make_batch(generations=2).items()}
     found = []
     for loss in losses:
-        load_batch(worker, rank, case, make_batch(generations=2))
+        load_batch(worker, rank, case, batch)
         worker.add_logprobs("old_logprobs")
         worker.add_logprobs("reference_logprobs")
         for row in worker._rows[0]:
