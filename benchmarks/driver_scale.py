@@ -25,9 +25,9 @@ from rlctl.backends.batching.packing import plan_batch
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.garbage import rare_garbage_collection
+from rlctl.methods.rl.algorithm import make_batch
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
-from rlctl.methods.rl.rollout_batch import make_batch
 from rlctl.methods.rl.rollout_metrics import rollout_metrics
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.source import RolloutBatch

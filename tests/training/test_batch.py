@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from rlctl.backends.batching.batch import TrainBatch
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.methods.rl.advantages import group_advantages, whitened, whitened_rollouts
+from rlctl.methods.rl.algorithm import make_batch
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
-from rlctl.methods.rl.rollout_batch import make_batch
 from support.groups import group
 
 

@@ -17,7 +17,7 @@ from rlctl.settings.config import TextConfig
 from rlctl.settings.data import TextDataConfig
 from rlctl.settings.run import TextLossConfig
 from rlctl.telemetry.metrics import Metric
-from rlctl.training.token_weights import token_weights
+from rlctl.training.train_batch import token_weights
 
 if TYPE_CHECKING:
     import torch

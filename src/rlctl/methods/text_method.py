@@ -16,8 +16,7 @@ from rlctl.telemetry.metrics import LOSS, Metric
 from rlctl.training.capabilities import PrecomputesReference, ScalarHead
 from rlctl.training.method import Method
 from rlctl.training.step_metrics import length_metrics
-from rlctl.training.token_weights import token_weights
-from rlctl.training.train_batch import without_idle
+from rlctl.training.train_batch import token_weights, without_idle
 
 if TYPE_CHECKING:
     from rlctl.models.facts import ModelFacts

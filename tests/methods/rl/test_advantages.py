@@ -16,7 +16,7 @@ from rlctl.methods.rl.advantages import (
     whitened,
     whitened_rollouts,
 )
-from rlctl.training.token_weights import token_weights
+from rlctl.training.train_batch import token_weights
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave-one-out", "none"])

@@ -14,9 +14,8 @@ from rlctl.config.user_code import UserCode
 from rlctl.errors import ConfigError
 from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
-from rlctl.methods.rl.algorithm import Algorithm
+from rlctl.methods.rl.algorithm import Algorithm, make_batch
 from rlctl.methods.rl.grpo import Grpo
-from rlctl.methods.rl.rollout_batch import make_batch
 from rlctl.training.run_loss import RunLoss
 from rlctl.training.user_loss import UserLoss, trial
 from support.groups import group

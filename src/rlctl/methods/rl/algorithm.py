@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from rlctl.backends.batching.batch import AdvantageEstimate, TokenBatch, TrainBatch
+from rlctl.backends.batching.batch import AdvantageEstimate, TokenBatch, TrainBatch, WeightedRollout
 from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import FAULTS, Rollout, RolloutGroup
 from rlctl.methods.rl.advantages import nearly_equal, overlong_penalty, whitened, whitened_rollouts
-from rlctl.methods.rl.rollout_batch import make_batch
 from rlctl.methods.rl.rollout_method import RolloutMethod
 from rlctl.methods.rl.sections import AdvantageConfig
 from rlctl.methods.rl.token_advantages import PenalizedAdvantages
@@ -26,7 +25,7 @@ from rlctl.rollouts.turn_faults import BITS
 from rlctl.settings.training import LogprobColumn
 from rlctl.telemetry.metrics import Metric
 from rlctl.training.run_loss import ENTROPY
-from rlctl.training.token_weights import token_weights
+from rlctl.training.train_batch import token_weights, without_idle
 
 if TYPE_CHECKING:
     import torch
@@ -237,6 +236,43 @@ class Algorithm(RolloutMethod):
             "importance/max": weights_R,
             "importance/effective": weights_R,
         }
+
+
+def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_steps: int) -> TrainBatch:
+    """Return the rollouts of the groups that the algorithm trains on, with advantages and token weights.
+
+    There are `optimizer_steps` mini-batches of about equal numbers of rollouts, or fewer if there are fewer rollouts.
+    Rollouts without a gradient are then left out of them, unless `filter.skip` is off.
+    """
+    kept = [group for group in groups if algorithm.trains_on(group)]
+    rollouts = [rollout for group in kept for rollout in group.rollouts]
+    advantages_N = np.concatenate([np.zeros(0), *algorithm.batch_advantages(kept)])
+    imitated_N = np.zeros(len(rollouts), bool)
+    if algorithm.nll_weight and kept:
+        imitated_N = np.concatenate([algorithm.imitated(group) for group in kept])
+    parts = [part for part in np.array_split(np.arange(len(rollouts)), optimizer_steps) if len(part)]
+    spans = [slice(int(part[0]), int(part[-1]) + 1) for part in parts]
+    minibatches = [_minibatch(rollouts[span], advantages_N[span], imitated_N[span], algorithm) for span in spans]
+    columns = {group.position: group.columns for group in kept}
+    if not algorithm.skips_idle:
+        return TrainBatch(tuple(minibatches), columns)
+    return without_idle(minibatches, columns, needs_advantage=not algorithm.learns_without_advantage)
+
+
+def _minibatch(
+    rollouts: Sequence[Rollout], advantages_N: np.ndarray, imitated_N: np.ndarray, algorithm: Algorithm
+) -> tuple[WeightedRollout, ...]:
+    """Return the rollouts of an optimizer step; those in `imitated_N` also have a weight for their likelihood."""
+    tokens_N = np.array([algorithm.learned_tokens(rollout) for rollout in rollouts])
+    weights_N = algorithm.token_weights(tokens_N)
+    nll_weight = algorithm.nll_weight / max(1, int(tokens_N[imitated_N].sum()))
+    nll_weights_N = np.where(imitated_N & (weights_N != 0), nll_weight, 0.0)
+    scalars_N = (advantages_N.tolist(), weights_N.tolist(), nll_weights_N.tolist())
+    return tuple([
+        WeightedRollout(r.position, r.sample, r.prompt_tokens, tokens, advantage, weight, begin, nll_weight)
+        for r, advantage, weight, nll_weight in zip(rollouts, *scalars_N, strict=True)
+        for begin, tokens in (((0, r.tokens),) if r.episode is None else r.contexts())
+    ])  # fmt: skip
 
 
 def _judged(batch: TokenBatch, options: AdvantageConfig) -> TokenBatch:
