@@ -1,4 +1,4 @@
-"""Models that rlctl makes itself and keeps in its cache: whole or absent, and checked against their checksums."""
+"""Cache of the models that rlctl makes: each is complete or absent, and verified with checksums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ TIMEOUT_S = 900.0
 def kept(label: str, make: Callable[[Path, Path], None], record: Mapping[str, str], tell: Tell) -> Path:
     """Return the directory of a model, made on first use under a lock.
 
-    `make` is called with a folder for its work and the directory to write; `record` says where the model is from.
+    `make(work, destination)` writes the model to `destination` and its temporary files to `work`. `record`: the model's
+    origin, stored beside the checksums.
     """
     models = cache_directory() / "models"
     models.mkdir(parents=True, exist_ok=True)
@@ -33,7 +34,7 @@ def kept(label: str, make: Callable[[Path, Path], None], record: Mapping[str, st
         if target.exists() and not is_intact(target):
             tell(f"{target} does not match its checksums; making it again")
             shutil.rmtree(target)
-        for left in models.glob(f".{label}-*"):  # by a process that was killed: this one has the lock
+        for left in models.glob(f".{label}-*"):  # left by a killed process, since this process holds the lock
             shutil.rmtree(left, ignore_errors=True)
         if not target.exists():
             with tempfile.TemporaryDirectory(prefix=f".{label}-", dir=models) as work:
@@ -45,7 +46,8 @@ def kept(label: str, make: Callable[[Path, Path], None], record: Mapping[str, st
 
 
 def run(command: list[str], doing: str, instead: str = "Give --model a local Hugging Face directory instead.") -> None:
-    """Run a helper process; its output is shown only if it fails. `instead`: what to do then."""
+    """Run a helper process and hide its output. Raises MachineError with the last lines of output and the hint
+    `instead` if it fails."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
@@ -58,7 +60,7 @@ def run(command: list[str], doing: str, instead: str = "Give --model a local Hug
 
 
 def seal(directory: Path, record: Mapping[str, str]) -> None:
-    """Write checksums, make every file readable for all, and have it on disk before the rename."""
+    """Write checksums, make every file readable for all users, and flush the files to disk before the rename."""
     files = sorted(path for path in directory.iterdir() if path.is_file())
     sealed = {**record, "sha256": {path.name: sha256(path) for path in files}}
     (directory / CHECKSUMS).write_text(json.dumps(sealed, indent=2) + "\n")
@@ -70,7 +72,7 @@ def seal(directory: Path, record: Mapping[str, str]) -> None:
 
 
 def is_intact(directory: Path) -> bool:
-    """Whether every file that the checksums name is there and unchanged."""
+    """Return whether every file with a checksum exists and is unchanged."""
     try:
         record = json.loads((directory / CHECKSUMS).read_text())
         return all(sha256(directory / name) == digest for name, digest in record["sha256"].items())
@@ -79,7 +81,7 @@ def is_intact(directory: Path) -> bool:
 
 
 def sha256(path: Path) -> str:
-    """Return the checksum of a file, computed once in this process unless the file changes."""
+    """Return the SHA-256 of a file; cached in this process until the file changes."""
     status = path.stat()
     return _sha256(path, status.st_size, status.st_mtime_ns, status.st_ino)
 

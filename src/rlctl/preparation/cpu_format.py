@@ -1,7 +1,7 @@
-"""The number format of `model.dtype: auto` on this machine's processor, by a probe of its matrix products.
+"""The number format of `model.dtype: auto` on CPUs, chosen by a timing of matrix products.
 
-Products in bfloat16 are several times as fast as in float32 on a processor with instructions for them (AVX512-BF16,
-AMX), and several times slower on one without. The probe runs once for each processor and version of torch.
+bfloat16 products are several times faster than float32 on processors with bfloat16 instructions (AVX512-BF16, AMX), and
+several times slower on others. The probe runs once per processor and torch version.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from rlctl.models.facts import ModelFacts
 
 INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
-"""Flags of Linux for products of bfloat16, on x86 and on Arm."""
+"""CPU flags in /proc/cpuinfo for bfloat16 products, on x86 and on Arm."""
 LEAST_GAIN = 1.5
 LEAST_HIDDEN = 256
-"""Hidden size from which products take most of the time; smaller models stay in float32 without a probe."""
+"""Minimum hidden size for a probe. Matrix products do not dominate the time of smaller models, which stay in float32."""
 ROWS, ROUNDS, ROUND_S = 256, 5, 0.02
 LIMIT_S = 60.0
 
 PROBE = "probe: "
-"""Beginning of the origin of a number format that the probe chose."""
+"""Prefix of a value's origin if the probe chose the value."""
 Rates = dict[str, float]
 """FLOP/s by format: `float32` and `bfloat16`."""
 
 
 def with_cpu_format(resolved: Resolved, facts: ModelFacts, assume: str | None) -> Resolved:
-    """Return the configuration with bfloat16 in place of `model.dtype: auto` where the run is on this machine's
-    processor and a probe shows that bfloat16 is worth it. Master weights, optimizer states, log-probs and losses stay
-    in float32. `assume`: the GPU that is planned for where GPUs are asked for and this machine has none."""
+    """Replace `model.dtype: auto` with bfloat16 if the run uses this machine's CPU and bfloat16 is LEAST_GAIN times as
+    fast. Master weights, optimizer states, log-probs and losses stay in float32. `assume`: GPU to plan for if the
+    configuration requests GPUs and this machine has none."""
     if resolved.config.model.dtype != "auto" or facts.hidden < LEAST_HIDDEN or find_spec("torch") is None:
         return resolved
     if not has_instructions() or not cluster_from_config(resolved.config, assume).is_cpu:
@@ -58,14 +58,14 @@ def with_cpu_format(resolved: Resolved, facts: ModelFacts, assume: str | None) -
 
 
 def format_notes(resolved: Resolved) -> list[str]:
-    """Return the note on a number format that the probe chose; none where it chose none."""
+    """Return a note with the measured rates if the probe chose the number format."""
     origin = resolved.origin.get("model.dtype", "")
     reached = origin.removeprefix(PROBE)
     return [f"model.dtype = bfloat16: this processor reaches {reached}"] if origin.startswith(PROBE) else []
 
 
 def has_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the processor multiplies bfloat16 itself."""
+    """Return whether the processor has instructions for bfloat16 products."""
     with suppress(OSError):
         for line in cpuinfo.read_text().splitlines():
             name, _, flags = line.partition(":")

@@ -25,18 +25,18 @@ class Rehearsal:
     done: list[tuple[str, str]] = field(default_factory=list)
     """Parts that were rehearsed, and how."""
     stand_ins: list[tuple[str, str]] = field(default_factory=list)
-    """Parts that something else played."""
+    """Parts that a stand-in replaced."""
     shrunk: list[ReplacedValue] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """Parts that could not be rehearsed, and why."""
     notices: list[str] = field(default_factory=list)
-    """Troubles that the run would have without an error."""
+    """Problems of the run that raise no error."""
     error: RlctlError | None = None
-    """The error that ended the rehearsal; None: it came to its end."""
+    """The error that stopped the rehearsal; None: it finished."""
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data, without the error."""
+        """Return the findings as plain data, without the error."""
         return {
             "rehearsed": dict(self.done),
             "stand_ins": dict(self.stand_ins),
@@ -70,7 +70,7 @@ def short(value: Any, most: int = 60) -> str:
 
 
 def not_rehearsed(plan: Plan) -> list[tuple[str, str]]:
-    """Return what no rehearsal can show, with what the plan says of it."""
+    """Return the properties that a rehearsal on CPUs cannot test, with the plan's predictions."""
     if plan.cluster.is_cpu:
         return [("memory and speed", "those of a tiny model say nothing of the run's")]
     most = max(plan.memory.values(), key=lambda phase: phase.total).total / GIB

@@ -1,4 +1,4 @@
-"""The parts of a rehearsed run that something else plays: model, tokenizer, rows and scorer."""
+"""Stand-ins for parts of a rehearsed run: model, tokenizer, rows and scorer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlctl.rehearsal.stand_ins import generated_rows, names_of_data, write_model
 
 
 def write_stand_ins(planned: Planned, folder: Path, rehearsal: Rehearsal) -> StandIns:
-    """Write the model, rows and scorer that a rehearsal uses in place of the run's; `found` lists them."""
+    """Write the model, rows and scorer that a rehearsal uses in place of the run's, and list them in `rehearsal`."""
     config, method, plan = planned.config, planned.method, planned.early
     tokenizer, reason = write_model(folder / "model", config.model, plan)
     rehearsal.stand_ins.append(("model", f"a random {plan.facts.family} of two layers for {config.model.name}"))

@@ -1,8 +1,7 @@
-"""A rehearsal: the whole of a run on a machine without GPUs, before the cluster is taken.
+"""A rehearsal: a complete small run on a machine without GPUs, before the user takes the cluster.
 
-The configuration is the user's own, made small by `rehearsal/shrink.py`, and the model is a tiny random one of the same
-family. Everything else is done as in a run: two steps, the second after the process was killed, and an export of the
-trained weights.
+`rehearsal/shrink.py` reduces the user's configuration, and a tiny random model of the same family replaces the model.
+The rest is a real run: one step, a kill of the process, a resume, a second step, and an export of the trained weights.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from rlctl.runs.directory import RunDirectory
 
 
 def rehearse(resolved: Resolved, tell: Tell, *, quiet: bool, keep: Path | None = None) -> Rehearsal:
-    """Rehearse a run. Raises what `train` refuses the configuration for before it starts anything; what fails later is
-    the `error` of the result. `keep` is a directory for model, rows, run and export, which are otherwise removed."""
+    """Rehearse a run. Raises the errors that `train` raises before it starts processes; a later error becomes the
+    result's `error`. `keep`: directory for model, rows, run and export; None: they are removed."""
     started = time.perf_counter()
     named_run = name_run(resolved, tell)
     facts, teacher = published_facts(named_run.config.model, tell), published_teacher(named_run.config, tell)
@@ -81,7 +80,7 @@ def _rehearse(planned: Planned, folder: Path, rehearsal: Rehearsal, tell: Tell, 
 
 
 def _prepared(small: Resolved, planned: Planned, tell: Tell) -> Job:
-    """Return the job of a rehearsal. Where a prompt is longer than it usually allows, it allows what the run does."""
+    """Return the job of a rehearsal. If a prompt does not fit into MOST_LENGTH tokens, use the run's own limit."""
     try:
         return prepare_job(small, tell)
     except InputError:

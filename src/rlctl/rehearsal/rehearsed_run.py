@@ -21,18 +21,18 @@ from rlctl.telemetry.metrics import read_metrics
 from rlctl.training.loop import Loop
 
 LIMIT_S = 1800.0
-"""Longest time of each part of a rehearsal."""
+"""Timeout of each part of a rehearsal."""
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-"""Environment of a rehearsed run: what would go to a server stays in its directory."""
+"""Environment of a rehearsed run: loggers send nothing to a server."""
 
 
 def run_twice(small: Resolved, run: RunDirectory, rehearsal: Rehearsal, quiet: bool) -> None:
-    """Take two steps; the process is killed between them, and the run resumed."""
+    """Train one step, kill the process, resume the run, and train the second step."""
     train = partial(train_grpo, small, quiet=quiet)
     try:
         call_in_child("the rehearsed run", partial(train, resume=False, loop=KilledLoop), limit_s=LIMIT_S)
     except KilledError:
-        if not run.checkpoints():  # else it was this file's own signal
+        if not run.checkpoints():  # with a checkpoint, the signal came from `KilledLoop`
             raise
     [line] = read_metrics(run.metrics)
     rehearsal.done.append(("step 1", _said(line)))
@@ -60,7 +60,7 @@ def _size(path: Path) -> str:
 
 
 class KilledLoop(Loop):
-    """Kills its own process after the first step, as a machine that fails would."""
+    """Kills its process after the first step, to simulate a failed machine."""
 
     def sample(self) -> Batch:
         if self.step:
@@ -70,14 +70,14 @@ class KilledLoop(Loop):
 
 
 def variables_of(folder: Path) -> dict[str, str]:
-    """Return the variables of a rehearsed run; an offline logger writes into the folder."""
+    """Return the environment variables of a rehearsed run; offline loggers write into `folder`."""
     variables = {"RLCTL_MEGATRON_CHECKPOINT_DIR": str(folder / "converted"), "WANDB_DIR": str(folder)}
     return {**OFFLINE, **variables, "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "TRACKIO_DIR": str(folder)}
 
 
 def export(run: Path, destination: Path) -> str:
-    """Write the Hugging Face model of a run, have transformers load it and compute a text, and say so. Raises
-    VerificationError where it lacks a weight or computes what is not a number."""
+    """Export a run to a Hugging Face model, load it in transformers, run it on a text, and return a summary. Raises
+    VerificationError for a missing weight or logits that are not finite."""
     import torch
     import transformers
 

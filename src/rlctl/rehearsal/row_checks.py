@@ -1,5 +1,5 @@
-"""Troubles of data and rewards that a rehearsal sees without an error: rows that fail, prompts that are too long,
-rewards that never vary, texts that never end a completion."""
+"""Problems in data and rewards that raise no error in a rehearsal: failing rows, long prompts, constant rewards, and
+stop texts that never occur."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rlctl.telemetry.conversation import conversation
 from rlctl.telemetry.metrics import read_metrics
 
 MOST_ROWS, MOST_S = 2000, 30.0
-"""Rows of a source that are looked at, and the longest time that this may take."""
+"""Maximum number of rows checked per source, and the time limit in seconds."""
 SCORED = 8
-"""Rows whose reference answers are scored."""
+"""Number of rows whose reference answers are scored."""
 
 
 def look_at_rows(job: Job, config: RlctlConfig, facts: ModelFacts, generated: Container[str]) -> list[str]:
-    """Return what the run of `config` would meet in its rows, but for those of files that were `generated`; `job` is
-    that of the rehearsal."""
+    """Return notices about rows that a run of `config` would read, except rows of `generated` files. `job`: the
+    rehearsal's."""
     given_sources = [source for source in job.prompts.sources if source.prompts.label not in generated]
     return [notice for source in given_sources for notice in _notices_of_rows(job, source, config, facts)]
 
@@ -68,7 +68,7 @@ def _notices_of_rows(job: Job, source: OpenedSource, config: RlctlConfig, facts:
 
 
 def reference_scores(plan: RewardPlan, rows: Sequence[PromptRow]) -> dict[str, list[float]]:
-    """Return what each scorer gives the reference answers of rows, by its label."""
+    """Return the scores of the rows' reference answers by the scorer's label."""
     answered = [row for row in rows if row.answer is not None]
     texts = [plan.reference(row.answer) for row in answered]
     work = [
@@ -85,7 +85,7 @@ def reference_scores(plan: RewardPlan, rows: Sequence[PromptRow]) -> dict[str, l
 
 
 def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str) -> list[str]:
-    """Return what the rehearsed steps have shown of rewards, stop texts and gradients."""
+    """Return notices about rewards, stop texts and gradients of the rehearsed steps."""
     lines = read_metrics(run.metrics)
     notices = []
     if not any(line.get("grad_norm") for line in lines):
@@ -111,7 +111,7 @@ def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str)
 
 
 def _of_rewards(plan: RewardPlan, rows: Sequence[PromptRow], samples: Sequence[dict], label: str) -> Iterator[str]:
-    own_plan = replace(plan, terms=plan.terms[:-1])  # the last one is the rehearsal's
+    own_plan = replace(plan, terms=plan.terms[:-1])  # the last term is the rehearsal's varying scorer
     right = reference_scores(own_plan, rows) if own_plan.terms else {}
     for scorer in own_plan.labels:
         sampled = [sample["terms"].get(scorer) for sample in samples if sample.get("source", "") == label]

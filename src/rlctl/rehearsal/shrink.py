@@ -1,7 +1,7 @@
-"""A configuration made so small that a machine without GPUs runs it: what a rehearsal changes, and nothing else.
+"""Reduction of a configuration to a size that a machine without GPUs can run.
 
-Parallel sizes become at most 2, and four processes train. Numbers of prompts, of tokens and of steps become small. The
-values that only GPUs compute are left out. All else stays as it was given, with its origin.
+Parallel sizes become at most 2, with at most four training processes. Numbers of prompts, tokens and steps become
+small. Keys that only GPUs need are dropped. All other keys keep their values and origins.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from rlctl.settings.rewards import RewardTerm, SourceReward
 STEPS = 2
 PROMPTS, GENERATIONS, NEW_TOKENS = 2, 4, 16
 TURNS = 3
-"""Turns of a rollout with an environment."""
+"""Maximum number of turns in an environment."""
 MOST_PROCESSES = 4
-"""Processes that train."""
+"""Maximum number of training processes."""
 MOST_LENGTH = 2048
-"""Tokens of prompt and completion."""
+"""Maximum number of tokens of prompt and completion."""
 VALIDATED = 4
-"""Prompts of a validation."""
+"""Number of validation prompts."""
 REHEARSAL = "rehearsal"
-"""Origin of the values that a rehearsal sets."""
+"""Origin of values that a rehearsal sets."""
 VARYING = """
 def varies(completion, **row):
     return sum("a" <= letter <= "m" for letter in completion.lower()) / max(1, len(completion))
 """
-"""The share of letters of the first half of the alphabet: it varies on random completions, and equal rewards give no
-gradient."""
+"""A reward function: the share of letters from a to m. Equal rewards give no gradient, and this share varies between
+random completions."""
 GPU_FIELDS = (
     "megatron.fp8", "megatron.fp4", "megatron.transformer_impl", "megatron.moe_grouped_gemm", "megatron.moe_permute",
     "megatron.moe_router_fusion", "megatron.moe_token_dispatcher", "megatron.moe_flex", "megatron.moe_enable_deepep",
@@ -56,12 +56,12 @@ GPU_FIELDS = (
     "generation.max_batched_tokens", "training.micro_batch_tokens", "training.first_stage_layers",
     "training.last_stage_layers", "training.threads", "generation.threads",
 )  # fmt: skip
-"""Beginnings of keys that are about kernels, memory or links of GPUs, or about more layers than there are."""
+"""Prefixes of keys for kernels, memory or links of GPUs, and of keys that need more layers than a tiny model has."""
 
 
 @dataclass(frozen=True)
 class StandIns:
-    """The stand-ins of a rehearsal: what is played by something else than what the configuration names."""
+    """Files that replace the models, rows and scorers that the configuration names."""
 
     folder: Path
     model: Path
@@ -69,11 +69,11 @@ class StandIns:
     teacher: Path | None = None
     """The directory of the tiny teacher or reward model."""
     keeps_tokenizer: bool = False
-    """Whether `model.tokenizer` can be had here."""
+    """Whether `model.tokenizer` is available on this machine."""
     stop: str = ""
-    """A text that ends some of the completions of a random model."""
+    """Stop text that occurs in some completions of a random model."""
     rows: tuple[tuple[str, Path], ...] = ()
-    """Names of data that cannot be had here, and the file of generated rows in their place."""
+    """(name of unavailable data, file of generated rows)."""
 
     @property
     def scorer(self) -> Path:
@@ -81,13 +81,13 @@ class StandIns:
         return self.folder / "rehearsal.py"
 
     def data(self, name: str | None) -> str | None:
-        """Return the name of the data to take in place of `name`."""
+        """Return the generated file that replaces the data `name`, or `name` if the data is available."""
         return next((str(path) for source_name, path in self.rows if source_name == name), name)
 
 
 @dataclass(frozen=True)
 class ReplacedValue:
-    """A key whose value is another one in the rehearsal."""
+    """A key that the rehearsal changes."""
 
     key: str
     was: Any
@@ -102,8 +102,7 @@ def shrunk(resolved: Resolved, plan: Plan, stand_ins: StandIns) -> Resolved:
 
 
 def changes(before: Resolved, after: Resolved) -> tuple[list[ReplacedValue], list[ReplacedValue]]:
-    """Return the keys that are smaller in the rehearsal, and those that a user has set and a rehearsal leaves out, in
-    the schema's order."""
+    """Return (keys that the rehearsal reduces, user-set keys that the rehearsal drops), in the schema's order."""
     then, now = dict(before.leaves()), dict(after.leaves())
     replaced = [ReplacedValue(key, then.get(key), now.get(key)) for key in then | now if then.get(key) != now.get(key)]
     set_by_rehearsal = [value for value in replaced if after.origin.get(value.key) == REHEARSAL]
@@ -159,8 +158,7 @@ def small_values(config: RlctlConfig, plan: Plan, stand_ins: StandIns) -> dict[s
 
 
 def _data(config: RlctlConfig, stand_ins: StandIns) -> dict[str, Any]:
-    """Return the values of data and rewards: rows in place of those that cannot be had here, and for each source a
-    scorer that varies."""
+    """Return the values of data and rewards: generated rows for unavailable data, and a varying scorer per source."""
     values: dict[str, Any] = {}
     rollouts = config.rollout_settings
     if config.data.sources:
@@ -198,16 +196,16 @@ def _played(terms: Sequence[RewardTerm], stand_ins: StandIns) -> list[dict[str, 
 
 
 def _with_variation(config: RolloutConfig, reward: SourceReward, stand_ins: StandIns) -> dict[str, Any]:
-    """Return a reward with the scorer that varies; of a task that is not named, with the task's own, unless an
-    environment gives the rewards."""
+    """Return a reward with the varying scorer added. Without reward terms, the task's reward is the other term, unless
+    an environment gives the rewards."""
     played = _played(reward.terms, stand_ins)
     terms = played or ([] if config.environment.name else [{"name": "task"}])
     return {"terms": [*terms, {"name": f"{stand_ins.scorer}:varies"}], "extract": reward.extract}
 
 
 def small_layout(plan: Plan) -> dict[str, Any]:
-    """Return the layout of a rehearsal: of the kinds of parallelism that the plan has, as many as four processes allow,
-    and one engine."""
+    """Return the layout of a rehearsal: as many of the plan's parallel dimensions as four processes allow, and one
+    engine."""
     training = training_of(plan)
     parallel = small_parallel(training.parallel, fsdp=plan.backend == "dtensor")
     values: dict[str, Any] = {
@@ -226,7 +224,7 @@ def small_layout(plan: Plan) -> dict[str, Any]:
         values |= {f"{plan.teacher.role}.{size}": 1 for size in TEACHER_SIZES}
     if plan.generation is not None:
         sizes = {size: min(2, getattr(plan.generation, size)) for size in ("tp", "pp", "dp", "ep")}
-        if sizes["tp"] * sizes["pp"] * sizes["dp"] > 2:  # one of them is rehearsed, or the experts over two
+        if sizes["tp"] * sizes["pp"] * sizes["dp"] > 2:  # rehearse one dimension, or experts over two ranks
             sizes |= {"tp": 1, "pp": 1} if sizes["ep"] > 1 and sizes["dp"] > 1 else {"pp": 1, "dp": 1}
         ranks = sizes["tp"] * sizes["pp"] * sizes["dp"]
         sizes["ep"] = min(sizes["ep"], sizes["tp"] * sizes["dp"])
@@ -237,8 +235,8 @@ def small_layout(plan: Plan) -> dict[str, Any]:
 
 
 def small_parallel(parallel: ParallelSpec, *, fsdp: bool = False) -> ParallelSpec:
-    """Return parallel sizes of at most 2 with at most four ranks. Pipeline stages and context parallelism stay where
-    they are, experts over ranks too, and tensor parallelism before data parallelism."""
+    """Return parallel sizes of at most 2 with at most four ranks. Pipeline, context and expert parallelism stay; of the
+    others, data parallelism is dropped first and tensor parallelism second."""
     size = Counter({key: min(2, getattr(parallel, key)) for key in SIZES})
 
     def ranks(*keys: str) -> int:
@@ -265,7 +263,7 @@ def small_parallel(parallel: ParallelSpec, *, fsdp: bool = False) -> ParallelSpe
 
 
 def usual_letter(tokens: Sequence[str]) -> str:
-    """Return the letter that is in about one of ten tokens, at which a random model's completions are ended now and
-    then."""
+    """Return the letter that about one in ten tokens contains. As a stop text, it ends some completions of a random
+    model."""
     shares = {letter: sum(letter in token for token in tokens) / max(1, len(tokens)) for letter in "etaoinshrdlu"}
     return min(shares, key=lambda letter: abs(shares[letter] - 0.1))

@@ -1,4 +1,4 @@
-"""The stand-ins of a rehearsal: a tiny random model of the same family, a tokenizer, and rows of data."""
+"""Stand-ins of a rehearsal: a tiny random model of the same family, a tokenizer, and rows of data."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 def write_model(
     directory: Path, model: ModelConfig, plan: Plan, facts: ModelFacts | None = None, *, scores: bool = False
 ) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """Write a tiny random model of the family of `facts` (None: the policy's) with the run's tokenizer, or with a
-    generated one, and return the tokenizer and why it is a generated one (None: it is the run's). `scores`: the model
-    is a reward model.
+    """Write a tiny random model of the family of `facts` (None: the policy's) with the run's tokenizer, or a generated
+    one if the run's is unavailable. Return the tokenizer and the reason for a generated one (None: it is the run's).
+    `scores`: write a reward model.
 
     Raises InputError for a family whose models rlctl cannot make.
     """
@@ -56,7 +56,7 @@ def write_model(
     directory.mkdir(parents=True)
     tokenizer, reason = _tokenizer(model)
     stages = plan.training.parallel.pp > 1 and plan.training.parallel.vpp > 1 if plan.training else False
-    # The rows of a matrix of embeddings may be more than the tokens, and divide over the ranks.
+    # The embedding may have more rows than the tokenizer has tokens; a multiple of 8 divides over the tensor ranks.
     vocab = -(-max(facts.vocab, len(tokenizer)) // 8) * 8 if tokenizer is not None else VOCAB_SIZE
     write_tiny_model(directory, tiny_config(facts, layers=4 if stages else 2, vocab=vocab), scores=scores)
     if tokenizer is None:
@@ -82,7 +82,7 @@ def _tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase | None, str 
 
 
 def names_of_data(config: RlctlConfig) -> Iterator[tuple[str, DataConfig, RewardConfig]]:
-    """Yield the name of each source of data that is not a task, how it is read, and its rewards."""
+    """Yield (name, data settings, rewards) of each data source, without Reasoning Gym tasks."""
     names = [(settings.data, settings.reward) for settings in source_settings(config)]
     if config.validation.wanted and config.validation.data.name:
         validation = validation_data(config.data, config.validation.data)
@@ -99,8 +99,8 @@ def names_of_data(config: RlctlConfig) -> Iterator[tuple[str, DataConfig, Reward
 def generated_rows(
     path: Path, data: DataConfig, reward: RewardConfig, rows: RowType, *, plain: bool = False, images: bool = False
 ) -> None:
-    """Write rows with the columns that `data` and the scorers name, or `plain` texts, in place of those that cannot be
-    had here; with `images` a drawn one in each."""
+    """Write rows with the columns that `data` and the scorers name, to replace unavailable data. `plain`: rows with one
+    text; `images`: each row has a drawn image."""
     template = template_of(data)
     others = sorted((template.names if template else frozenset()) - {PROMPT, data.prompt_field})
     with path.open("w", encoding="utf-8") as file:
