@@ -31,7 +31,7 @@ INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 """CPU flags in /proc/cpuinfo for bfloat16 products, on x86 and on Arm."""
 LEAST_GAIN = 1.5
 LEAST_HIDDEN = 256
-"""Minimum hidden size for a probe. Matrix products do not dominate the time of smaller models, which stay in float32."""
+"""Minimum hidden size for a probe. Matrix products do not dominate the time of smaller models: they stay in float32."""
 ROWS, ROUNDS, ROUND_S = 256, 5, 0.02
 LIMIT_S = 60.0
 
@@ -75,8 +75,8 @@ def has_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def measured_rates(hidden: int, intermediate: int) -> Rates | None:
-    """Return the rates of products [ROWS, hidden] x [hidden, intermediate], from the cache where they were measured
-    before; None where the probe fails."""
+    """Return the rates of products [ROWS, hidden] x [hidden, intermediate], from the cache after the first call; None
+    if the probe fails."""
     cores = len(os.sched_getaffinity(0))
     key = f"{platform.node()}, {cores} cores, torch {version('torch')}, {hidden} x {intermediate}"
     path = cache_directory() / "cpu-formats.json"
@@ -96,7 +96,7 @@ def measured_rates(hidden: int, intermediate: int) -> Rates | None:
 
 
 def probe_rates(hidden: int, intermediate: int) -> Rates:
-    """Measure the products: the median of ROUNDS rounds, the formats in turn."""
+    """Measure the products in this process. The formats alternate for ROUNDS rounds, and the median round counts."""
     import torch
 
     inputs = {}

@@ -1,4 +1,4 @@
-"""Whether the disk of the run directory has room for the checkpoints of a plan."""
+"""Check of the free disk space in the run directory for a plan's checkpoints."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NO_SAVES = "--set run.checkpoint_every=0 --set run.save_final=false"
 
 
 def require_disk(config: RlctlConfig, plan: Plan, run_directory: Path, tell: Callable[[str], None]) -> None:
-    """Raise MachineError where not one checkpoint of the plan fits; `tell` warns where not all do that the run holds at
-    the same time."""
+    """Raise MachineError if not even one checkpoint fits; `tell` receives a warning if the run's checkpoints do not all
+    fit."""
     if plan.training is None or not plan.request.saves:
         return
     place = run_directory.absolute()
@@ -34,8 +34,8 @@ def require_disk(config: RlctlConfig, plan: Plan, run_directory: Path, tell: Cal
 
 
 def checkpoints_held(options: RunConfig) -> int:
-    """Return the checkpoints that a run holds at the same time, the one that is being written included. Of those that
-    are saved by time only the last is certain."""
+    """Return the maximum number of checkpoints on disk at a time, including an unfinished one. If checkpoints are saved
+    by time instead of steps, count only the last."""
     if not options.checkpoint_every:
         return int(options.save_final)
     saves = options.steps // options.checkpoint_every

@@ -1,4 +1,4 @@
-"""What a user can name: the presets, and the models of the catalog that train on this machine."""
+"""Suggestions for a user who names no model: presets, and catalog models that train on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN = 5
 
 
 def what_there_is(config: RlctlConfig) -> str:
-    """Return lines with an example, the presets, and the largest models that `config` can train on this machine."""
+    """Return help text with an example, the presets, and the largest models that `config` can train on this machine."""
     width = max(map(len, preset_names()))
     presets = [f"    {name:<{width}}  {read_preset(name).description}" for name in preset_names()]
     lines = ["Begin with `rlctl train grpo --preset laptop`, or name a --model and a --preset. Presets:", *presets]
@@ -29,8 +29,8 @@ def what_there_is(config: RlctlConfig) -> str:
 
 
 def models_that_fit(config: RlctlConfig, most: int = SHOWN) -> list[CatalogEntry]:
-    """Return the `most` largest models of the catalog that `config` has a plan for which can be run. A search by
-    halves finds the largest: what fits for one size is taken to fit for smaller ones."""
+    """Return the `most` largest catalog models with a runnable plan for `config`. A binary search finds the largest; it
+    assumes that smaller models than a fitting one fit too."""
     listed = [(entry, entry.facts) for entry in entries() if entry.facts and entry.facts.family in FAMILIES]
     listed.sort(key=lambda known_entry: count(known_entry[1]).total)
     low, high = 0, len(listed)

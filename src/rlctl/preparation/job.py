@@ -32,7 +32,7 @@ from rlctl.training.run_loss import declared
 
 log = logging.getLogger(__name__)
 Starts = Callable[[RlctlConfig, Plan, RunWorkersSpec], None]
-"""Begins to start what a plan needs: Ray, and processes that the run will probably have."""
+"""Starts Ray and the processes that the run will probably need, in the background."""
 
 
 def prepare_job(
@@ -42,20 +42,20 @@ def prepare_job(
     starts: Starts | None = None,
     completion: str | None = None,
 ) -> Job:
-    """Resolve the model, open data and rewards, plan. Starts no process; `tell` reports what takes long.
+    """Resolve the model, open data and rewards, and plan. Starts no process; `tell` receives notices of slow work.
 
-    `starts`: the run is to start, so that this machine (or the cluster to join) must have the plan's devices; it is
-    called once they and all that needs no weights, data or tokenizer are checked. `completion`: a text that the rewards
-    are tried on, in addition to the first row's reference answer.
+    `starts`: not None if the run is about to start, so that this machine or the cluster must have the plan's devices.
+    It is called after the devices and everything that needs no weights, data or tokenizer are checked. `completion`: a
+    text that the rewards score as a trial, in addition to the first row's reference answer.
 
-    Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
-    that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
+    Raises InputError for names of missing models or data, NoPlanError if nothing fits, ConfigError for a plan that
+    rlctl cannot run yet, MachineError for missing devices. Checks that need no weights, data or tokenizer come first.
     """
     return job_of(name_run(resolved, tell), tell, starts=starts, completion=completion)
 
 
 def job_of(named_run: Named, tell: Tell, *, starts: Starts | None = None, completion: str | None = None) -> Job:
-    """Prepare a run from its first stage as `prepare_job` does."""
+    """Prepare a run from its first stage; arguments and errors as in `prepare_job`."""
     planned = plan_run(locate(named_run, tell, assume=ASSUMED_GPU if starts is None else None))
     if starts is not None:
         config, facts, early = planned.config, planned.facts, planned.early
@@ -72,7 +72,7 @@ def job_of(named_run: Named, tell: Tell, *, starts: Starts | None = None, comple
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Opened):
-    """Everything a run is made from. The configuration holds the plan's values."""
+    """Everything that a run needs to start. The configuration contains the plan's values."""
 
     plan: Plan
 
@@ -86,7 +86,7 @@ class Job(Opened):
 
     @property
     def converts(self) -> bool:
-        """Whether the run starts from a conversion of the model."""
+        """Whether the run starts from a converted checkpoint of the model."""
         return converts(self.config, self.plan)
 
     @property
@@ -97,12 +97,12 @@ class Job(Opened):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """The metrics that are computed while the run trains."""
+        """The metrics that training computes."""
         critic = self.method.critic if isinstance(self.method, HasCritic) else None
         return (*declared(self.method), *(CRITIC_METRICS if critic else ()))
 
     def workers_spec(self) -> RunWorkersSpec:
-        """The processes to start. The engines read no weights: the first refit fills them."""
+        """The processes to start. The engines start with dummy weights; the first refit replaces them."""
         workers = planned_workers(
             self.config, self.facts, self.plan, self.base_model.directory, self.rewards, self.method, dummy_weights=True
         )
@@ -114,7 +114,8 @@ class Job(Opened):
             top = self.method.teacher_top
             teacher = planned_teacher(self.config, self.facts, self.teacher.facts, self.plan, self.method)
             teacher = replace(teacher, model_dir=self.teacher.source.directory)
-            if self.projection is not None and teacher.teaches is not None:  # padding is not a token of the teacher
+            # The teacher's output layer may be padded beyond its tokenizer; padding is not a token.
+            if self.projection is not None and teacher.teaches is not None:
                 vocab = min(self.projection.teacher_vocab, teacher.teaches.vocab)
                 teacher = replace(teacher, teaches=Teaching(vocab, min(top, vocab), by_text=True))
         if self.prompts.environment is not None and workers.engines is not None:

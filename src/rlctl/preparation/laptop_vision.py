@@ -1,8 +1,8 @@
-"""The model of the preset laptop-vision: a tiny one that answers questions about pictures at random.
+"""The model of the preset laptop-vision: a tiny model that answers questions about pictures at random.
 
-It is made on first use, in a process of its own (`python -m rlctl.preparation.laptop_vision DST`): random weights, then
-supervised training, first on descriptions of pictures, by which it learns to see, and then on questions with random
-answers of the right form.
+A child process makes it on first use (`python -m rlctl.preparation.laptop_vision DST`) from random weights. Supervised
+training on descriptions of pictures teaches it to see; training on questions with random valid answers teaches it the
+format of answers.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ LABEL = "drawn-shapes-tiny-1"
 NOTE = "made on this machine; it reads images, and all of it is trained, by the backend dtensor"
 FAMILY, PATCH = "idefics3", 16
 SEED = 1_000_000
-"""Seed of the pictures of its supervised training, which no run begins with."""
+"""Seed of the training pictures, far from the usual seeds of runs."""
 PICTURES, BATCH, LR = 1024, 32, 1e-3
 DESCRIBING, ANSWERING = 400, 80
-"""Steps of supervised training on descriptions, and on random answers."""
+"""Training steps on descriptions, and training steps on random answers."""
 DESCRIBE, END = "Describe.", "<|im_end|>"
 IGNORED = -100
-"""Label of a token without a loss, as transformers has it."""
+"""Label of a token without a loss in transformers."""
 
 
 def supply_vision(name: str | None, tell: Tell) -> ModelSource | None:
-    """Return the preset's model, made on first use, and None for every other name."""
+    """Return the preset's model, made on first use; None for other names."""
     if name != NAME:
         return None
     return ModelSource(kept(LABEL, lambda _, built: _make(built, tell), {"source": "random weights"}, tell), NAME, NOTE)
@@ -52,10 +52,10 @@ def _make(built: Path, tell: Tell) -> None:
 
 
 def write(directory: Path) -> None:
-    """Save the model with all its files, after its supervised training."""
+    """Make and train the model, and save all its files."""
     import torch
 
-    torch.set_num_threads(1)  # as fast as two at this size, and not slowed down by other processes
+    torch.set_num_threads(1)  # as fast as two threads at this size, and less sensitive to other processes
     answers = [word for words in QUESTIONS.values() for word in words]
     words = ["user assistant", DESCRIBE, *QUESTIONS, *answers]
     assert SIDE == tiny_vision.SIDE
@@ -64,31 +64,31 @@ def write(directory: Path) -> None:
 
 
 def _teach(directory: Path) -> None:
-    """Train on descriptions, and then on random answers: the model then gives each answer of a question equally often,
-    whatever it sees."""
+    """Train on descriptions, and then on random answers. After it, the model gives each answer to a question equally
+    often, for any picture."""
     import torch
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     processor: Any = AutoProcessor.from_pretrained(directory)
     model: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
-    shown = [picture(SEED, index) for index in range(PICTURES)]
-    images = [[Image.open(io.BytesIO(one.png))] for one in shown]
-    prompts = {asked: _prompt(processor, asked, images[0]) for asked in (DESCRIBE, *QUESTIONS)}
+    pictures = [picture(SEED, index) for index in range(PICTURES)]
+    images = [[Image.open(io.BytesIO(drawing.png))] for drawing in pictures]
+    prompts = {question: _prompt(processor, question, images[0]) for question in (DESCRIBE, *QUESTIONS)}
     pixels = processor(text=[processor.image_token] * PICTURES, images=images, return_tensors="pt")["pixel_values"]
     optimizer, rng = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0), random.Random(SEED)
     for step in range(DESCRIBING + ANSWERING):
         chosen = rng.sample(range(PICTURES), BATCH)
         if step < DESCRIBING:
-            turns = [(DESCRIBE, shown[index].description) for index in chosen]
+            turns = [(DESCRIBE, pictures[index].description) for index in chosen]
         else:
-            turns = [(asked := shown[index].question, rng.choice(QUESTIONS[asked])) for index in chosen]
-        said = [processor.tokenizer(text + END, add_special_tokens=False).input_ids for _, text in turns]
-        asked = [prompts[question] for question, _ in turns]
-        rows = {"input_ids": [one + other for one, other in zip(asked, said, strict=True)]}
+            turns = [(question := pictures[index].question, rng.choice(QUESTIONS[question])) for index in chosen]
+        answers = [processor.tokenizer(text + END, add_special_tokens=False).input_ids for _, text in turns]
+        beginnings = [prompts[question] for question, _ in turns]
+        rows = {"input_ids": [prompt + answer for prompt, answer in zip(beginnings, answers, strict=True)]}
         inputs = processor.tokenizer.pad(rows, padding_side="left", return_tensors="pt")
         labels = inputs["input_ids"].clone()
-        for row_T, answer in zip(labels, said, strict=True):
+        for row_T, answer in zip(labels, answers, strict=True):
             row_T[: -len(answer)] = IGNORED
         loss = model(**inputs, pixel_values=pixels[chosen], labels=labels, use_cache=False).loss
         optimizer.zero_grad()
@@ -98,9 +98,9 @@ def _teach(directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def _prompt(processor: Any, asked: str, image: list[Any]) -> list[int]:
-    """Return the tokens of a prompt; all images have one size."""
-    content = [{"type": IMAGE}, {"type": "text", "text": asked}]
+def _prompt(processor: Any, question: str, image: list[Any]) -> list[int]:
+    """Return the tokens of a prompt. All images have the same size, so one image serves for all prompts."""
+    content = [{"type": IMAGE}, {"type": "text", "text": question}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     return processor(text=[text], images=[image]).input_ids[0]
 

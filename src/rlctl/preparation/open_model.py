@@ -1,4 +1,4 @@
-"""Finding and opening the models that a configuration names, what is known of them, and which there are to name."""
+"""Find and open the models that a configuration names, and read their facts."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ def find_model(
     trust_remote_code: bool = False,
     tell: Tell = lambda _: None,
 ) -> ModelSource:
-    """Find or fetch a model as `resolve_model` of `checkpoints/model_source.py` does, with the laptop preset's model as
-    the last resort; the one of the preset laptop-vision is made. It is the text part of one that takes images or sound
-    as well, unless `images` keeps it whole, and the merged model of a run that trained adapters; both are made unless
-    `copies` is not set."""
+    """Find or fetch a model with `resolve_model`. Make the model of the preset laptop-vision, and without access to the
+    hub the model of the preset laptop.
+
+    For a run with adapters, return the merged model. For a multimodal model, return its text part, unless `images`.
+    Both are written to the cache only with `copies`.
+    """
     model = supply_vision(name, tell) or resolve_model(
         name, revision, weights=weights, trust_remote_code=trust_remote_code, tell=tell, otherwise=supply
     )
@@ -53,8 +55,8 @@ def find_model(
 
 
 def find_base(name: str, checkpoint: Path, tell: Tell) -> ModelSource:
-    """Find or fetch the model that a checkpoint's run began with; with its weights only for adapters, and whole only if
-    the run trained images."""
+    """Find or fetch the base model of a checkpoint's run: with weights only if the run trained adapters, and with its
+    vision part only if the run trained on images."""
     from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 
     directory, images, adapted = find(checkpoint), None, False
@@ -65,8 +67,8 @@ def find_base(name: str, checkpoint: Path, tell: Tell) -> ModelSource:
 
 
 def _seeing(source: ModelSource) -> ModelSource:
-    """Return a model that reads images, with a note that it is trained whole. Raises InputError for one whose images
-    rlctl does not train on."""
+    """Return a vision-language model with a note that all of it is trained. Raises InputError for a model type that
+    rlctl does not train on images."""
     config = read_config(source.directory)
     if vision_family(config) is None:
         raise _without_images(source.label, config)
@@ -88,7 +90,7 @@ def _without_images(label: str, config: dict[str, Any]) -> InputError:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """The model that `model.name` names: its files, and what is known of it."""
+    """A model's files and facts."""
 
     source: ModelSource
     facts: ModelFacts
@@ -102,9 +104,9 @@ def open_model(
     copies: bool = True,
     engines_alone: bool = False,
 ) -> NamedModel:
-    """Find or fetch the model; without `weights` only its configuration and tokenizer, and without `copies` the text
-    part of one that takes images or sound as well is not taken out. Raises InputError where there is none, or none that
-    rlctl knows the family of, or one whose weights are packed by a quantizer, unless `engines_alone` read them."""
+    """Find or fetch the model. `weights`: not only its configuration and tokenizer; `copies`: write the text part of a
+    multimodal model to the cache. Raises InputError for a missing model, an unknown family, or quantized weights;
+    `engines_alone` allows the quantized weights that vLLM reads."""
     if not model.name:
         raise InputError("No model: --model is not given.", "Give --model, or start from --preset laptop.")
     source = find_model(
@@ -130,11 +132,10 @@ def open_model(
 
 
 def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_alone: bool = False) -> ModelFacts:
-    """Find out about a model without its weights: from a local directory's configuration, the catalog, or the hub's
-    configuration, in this order.
+    """Return the facts of a model without its weights: from a local directory's configuration, the catalog, or the
+    hub's configuration, in this order.
 
-    Raises InputError, with near names of the catalog, for a model that none of them has, and for what `open_model`
-    refuses.
+    Raises InputError with similar catalog names for an unknown model, and for models that `open_model` refuses.
     """
     if not model.name:
         raise InputError("No model: --model is not given.", "Give --model, or a preset that names one.")
@@ -174,8 +175,7 @@ def _more_positions(facts: ModelFacts, model: ModelConfig) -> int | None:
 
 
 def published_teacher(config: RlctlConfig, tell: Tell = lambda _: None) -> ModelFacts | None:
-    """Find out about the teacher or the reward model as `published_facts` does about the model; None: the run has
-    neither."""
+    """Return the `published_facts` of the teacher or the reward model; None: the run has neither."""
     names = [name.removeprefix(MODEL) for name in config.reward_models]
     if len(names) == 1 and not config.named_teacher and (facts := known_facts(names[0])) is not None:
         return facts
@@ -190,8 +190,8 @@ def published_teacher(config: RlctlConfig, tell: Tell = lambda _: None) -> Model
 def open_teacher(
     config: RlctlConfig, tell: Tell = lambda _: None, *, weights: bool = True, copies: bool = True
 ) -> NamedModel | None:
-    """Find or fetch the teacher or the reward model as `open_model` does the model; None: the run has neither. Raises
-    InputError where a teacher takes fewer tokens than the run's rollouts have."""
+    """Find or fetch the teacher or the reward model with `open_model`; None: the run has neither. Raises InputError if
+    the teacher's context is shorter than `model.max_length`."""
     if (teacher := config.named_teacher) is None:
         return open_scorer(config, weights=weights)
     teacher_model = ModelConfig(
@@ -214,8 +214,8 @@ def open_teacher(
 
 
 def open_scorer(config: RlctlConfig, *, weights: bool = True) -> NamedModel | None:
-    """Find or fetch the reward model; None: the run has none. Raises InputError for more models than a run has, and for
-    one that no policy backend loads."""
+    """Find or fetch the reward model; None: the run has none. Raises InputError for a second model beside the policy,
+    and for a reward model that no policy backend loads."""
     names = [*config.reward_models]
     if not names:
         return None

@@ -1,4 +1,4 @@
-"""Fourth stage of preparing a run: weights, data, rewards and tokenizers, opened and checked."""
+"""Fourth stage of preparing a run: opens and checks weights, data, rewards and tokenizers."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ from rlctl.training.method import Method
 
 @dataclass(frozen=True)
 class Opened(Located):
-    """A run with its data and its rewards. The configuration holds the lengths and the steps that follow from them."""
+    """A run with data and rewards. The configuration contains the lengths and steps derived from the data."""
 
     base_model: ModelSource
-    """The model that the run begins with."""
+    """The model at the start of the run."""
     prompts: PromptStream
     rewards: Rewards | None
     """None: nothing is scored."""
     validation: ValidationSet | HeldOutTexts | None = None
     """None: the run does not validate."""
     teacher: NamedModel | None = None
-    """A teacher or a reward model; None: the run has neither."""
+    """The teacher or the reward model; None: the run has neither."""
     projection: Projection | None = None
-    """Not None: the teacher has a tokenizer of its own."""
+    """Map from the policy's tokens to the teacher's; None: they share a tokenizer."""
     prompt_tokens: tuple[int, ...] = ()
-    """Lengths of the first prompts that the run uses."""
+    """Lengths of the run's first prompts."""
     notes: tuple[str, ...] = ()
-    """Notes on rows of the data."""
+    """Notes about rows of the data."""
 
 
 def open_run(planned: Planned, tell: Tell, *, copies: bool, completion: str | None) -> Opened:
-    """Open models, data and rewards. `copies`: the text part of a model that reads images is written to the cache.
-    `completion`: a text that the rewards are tried on, in addition to the first row's reference answer.
+    """Open models, data and rewards. `copies`: write the text part of a multimodal model to the cache. `completion`: a
+    text that the rewards score as a trial, in addition to the first row's reference answer.
 
-    Raises InputError for models, data, rewards and prompts that cannot be used.
+    Raises InputError for unusable models, data, rewards and prompts.
     """
     config, method = planned.config, planned.method
     model, teacher = open_model(config.model, tell, copies=copies), open_teacher(config, tell, copies=copies)
@@ -69,7 +69,7 @@ def open_run(planned: Planned, tell: Tell, *, copies: bool, completion: str | No
     steps_of_epochs(planned.resolved, prompts)
     if teacher and config.named_teacher and not config.teacher_has_tokenizer:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
-    with bounded_wait():  # rewards are tried in processes with limits
+    with bounded_wait():  # the trial of the rewards runs in processes with time limits
         rewards = _tried_rewards(config, method, prompts, completion)
         validation = method.open_validation(prompts, directory)
     if (most := _most_images(config)) is not None:
@@ -92,12 +92,12 @@ def open_run(planned: Planned, tell: Tell, *, copies: bool, completion: str | No
 def _decided_by_data(
     resolved: Resolved, facts: ModelFacts, method: Method, prompts: PromptStream, rewards: Rewards | None
 ) -> tuple[Resolved, int]:
-    """Return the configuration with `model.max_length` and, with `run.epochs`, `run.steps`, and without a time that no
-    chat template of the run can write; and the length."""
+    """Return the configuration with `model.max_length`, and the length. With `run.epochs`, also set `run.steps`; drop
+    `model.chat_template_time` if no chat template of the run writes a time."""
     without = [TIME] if _is_idle_time(resolved, prompts, rewards) else []
     length = fitting_length(resolved.config, facts, method, prompts)
     values = [Value("model.max_length", length, "prompts")]
-    if (steps := steps_of_epochs(resolved, prompts)) is not None:  # with fewer rows where some are left out
+    if (steps := steps_of_epochs(resolved, prompts)) is not None:  # again: `fitting_length` may have dropped rows
         values.append(Value("run.steps", steps, "run.epochs"))
         without.append("run.steps")
     return resolved.deciding(values, without), length
@@ -112,7 +112,7 @@ def _is_idle_time(resolved: Resolved, prompts: PromptStream, rewards: Rewards | 
 def _tried_rewards(
     config: RlctlConfig, method: Method, prompts: PromptStream, completion: str | None
 ) -> Rewards | None:
-    """Return the rewards of all sources, after a trial; None where nothing is scored."""
+    """Try the rewards of all sources and return them; None: nothing is scored."""
     if not is_scored(method, prompts):
         return None
     datasets = [(dataset.label, dataset.reward, dataset.prompts) for dataset in prompts.sources]
@@ -121,7 +121,7 @@ def _tried_rewards(
 
 
 def _most_images(config: RlctlConfig) -> int | None:
-    """Return the images that engines take in a prompt, where `vllm.limit_mm_per_prompt` limits them."""
+    """Return `vllm.limit_mm_per_prompt` for images; None: no limit."""
     engines = config.engine_settings
     limits = engines.vllm.passed.get("limit_mm_per_prompt") if engines is not None else None
     image_limit = limits.get(IMAGE) if isinstance(limits, dict) else None

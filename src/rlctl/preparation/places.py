@@ -1,4 +1,4 @@
-"""Files, directories and scorers that a configuration names: a look whether they exist."""
+"""Check that the files, directories and scorers in a configuration exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlctl.settings.config import RlctlConfig
 
 
 def require_places(config: RlctlConfig) -> None:
-    """Raise InputError for names of files, directories and scorers that are not there: a look, nothing is loaded."""
+    """Raise InputError for missing files, directories and scorers. Loads none of them."""
     require_directory(config.model.tokenizer)
     if config.model.chat_template:
         read_template(config.model.chat_template)

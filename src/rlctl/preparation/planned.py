@@ -28,17 +28,17 @@ GIVEN_UP = (("generation.",), ("training.", "teacher."), ("generation.", "traini
 
 @dataclass(frozen=True)
 class Planned(Located):
-    """A run that has a plan for short prompts. Its configuration does not hold the plan's values: the lengths of the
-    data's prompts may change them."""
+    """A run with a plan for short prompts. The configuration does not contain the plan's values, since the real prompt
+    lengths may change them."""
 
     early: Plan
 
 
 def plan_run(located: Located) -> Planned:
-    """Plan for short prompts. A plan that fails with short prompts also fails with the data's prompts, and this one
-    needs neither weights nor data nor tokenizer.
+    """Plan for short prompts, which needs neither weights nor data nor tokenizer. If no plan fits short prompts, no
+    plan fits the data's prompts.
 
-    Optional layout keys are dropped where no plan has them, which the notes of the configuration say. Raises
+    If no plan has a recipe's optional layout keys, drop the keys and add a note to the configuration. Raises
     InputError, ConfigError and NoPlanError.
     """
     resolved, facts = located.resolved, located.facts
@@ -48,7 +48,7 @@ def plan_run(located: Located) -> Planned:
         chosen = [key for key in resolved.schema.with_fact(FOR_A_MACHINE) if key in resolved.optional]
         for sections in GIVEN_UP:
             given_up = [key for key in chosen if key.startswith(sections)]
-            if facts.listed and "training." in sections:  # transformers' modules have no fields of Megatron-Core
+            if facts.listed and "training." in sections:  # Megatron-Core's fields do not apply to transformers' modules
                 given_up += [key for key in resolved.optional if key.startswith(("megatron.", "ddp."))]
             note = f"runs differently: rlctl decides {', '.join(given_up)} by itself, because {error.message}"
             looser = replace(resolved.deciding((), given_up), notes=(*resolved.notes, note))
@@ -117,7 +117,8 @@ def runnable_plan(
     *,
     teacher: ModelFacts | None = None,
 ) -> tuple[Resolved, Plan]:
-    """Plan, and return the configuration with the plan's values; raises for what has no effect or cannot run yet."""
+    """Plan, and return the configuration with the plan's values. Raises ConfigError for keys without effect and for
+    values that rlctl cannot run yet."""
     refuse_without_effect(resolved, facts)
     require_backends(resolved.config)
     plan = step_plan(resolved.config, facts, method, None, teacher, assume)
@@ -126,14 +127,14 @@ def runnable_plan(
 
 
 def idle_fields(config: RlctlConfig, facts: ModelFacts) -> dict[str, str]:
-    """Keys of the `megatron` section that do nothing in this model, and why."""
+    """Return the keys of the `megatron` section without effect in this model, and the reasons."""
     parts = {"experts": facts.moe is not None, "latent_attention": facts.mla is not None}
     idle = {f"megatron.{name}": without_effect(name, **parts) for name in config.megatron.passed}
     return {key: reason for key, reason in idle.items() if reason}
 
 
 def refuse_without_effect(resolved: Resolved, facts: ModelFacts) -> None:
-    """Raise ConfigError for a field of the `megatron` section that does nothing in this model and is not optional."""
+    """Raise ConfigError for a required field of the `megatron` section without effect in this model."""
     for key, reason in idle_fields(resolved.config, facts).items():
         if key not in resolved.optional:
             value = resolved.config.megatron.passed[key.removeprefix("megatron.")]
@@ -141,7 +142,7 @@ def refuse_without_effect(resolved: Resolved, facts: ModelFacts) -> None:
 
 
 def require_devices(plan: Plan, config: RlctlConfig) -> None:
-    """Raise MachineError when a plan for GPUs is to run on this machine alone and it has fewer."""
+    """Raise MachineError if the plan needs more GPUs than this machine has and the run joins no cluster."""
     sides = (plan.training.parallel.world_size if plan.training else 0, plan.generation.gpus if plan.generation else 0)
     need, have = max(sides) if plan.colocated else sum(sides), len(local_gpus())
     if plan.cluster.is_cpu or config.cluster.ray_address or have >= need:
@@ -154,7 +155,7 @@ def require_devices(plan: Plan, config: RlctlConfig) -> None:
 
 
 def require_refit_directory(config: RlctlConfig) -> None:
-    """Raise InputError if the mover can store nothing in its directory."""
+    """Raise InputError if the transport cannot store files in `refit.directory`."""
     refit = config.engine_settings.refit if config.engine_settings else None
     if refit is not None and refit.directory is not None and refit.mover in storing():
         transport_facts(refit.mover).check_directory(refit.directory)

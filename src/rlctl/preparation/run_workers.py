@@ -1,4 +1,4 @@
-"""The processes of a run: policy, engines and scorers start and end together."""
+"""The processes of a run: policy, teacher, engines and scorers start and stop together."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ ENGINE_PROCESS = "rlctl.rollouts.episodes:engine_process"
 MEMORY_FILES = "rlctl.cluster.memory_files:MemoryFiles"
 REWARD_WORKER = "rlctl.rewards.reward_worker:RewardWorker"
 Scorers = tuple[WorkerGroup[RewardWorker] | None, WorkerGroup[RewardWorker] | None]
-"""The scorer of training and the scorer of validation, where they exist."""
-# Calls that an engine takes at a time where a refit may come into a generation: `generate`, `submit`, `collect`, the
-# refit, and one that looks.
+"""(scorer of training, scorer of validation); None: the run has none."""
 ENGINE_CALLS = 5
+"""Concurrent calls of an engine that a refit may interrupt: `generate`, `submit`, `collect`, the refit, and a status
+call."""
 MEMORY_CALLS = 4
-"""Calls that an owner of files in memory takes at a time: it may copy from a host that copies from it."""
+"""Concurrent calls of an owner of memory files. More than one, because two hosts may copy from each other."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RunWorkers:
     spec: RunWorkersSpec
     policy: PolicyClient
     senders: WorkerGroup[WeightSender]
-    """The senders of the policy's weights, one a rank."""
+    """The senders of the policy's weights, one per rank."""
     engines: EngineClient | None
     reward: WorkerGroup[RewardWorker] | None
     validation: WorkerGroup[RewardWorker] | None = None
@@ -70,11 +70,11 @@ class RunWorkers:
     teacher: PolicyClient | None = None
     """The teacher or the reward model."""
     again: Again | None = None
-    """Starts the policy's processes again; None: these are not of a run."""
+    """Restarts the policy's processes; None: the processes were not started by `start_run_workers`."""
 
     @property
     def groups(self) -> dict[str, WorkerGroup[Any]]:
-        """The processes that compute, by the name of their kind."""
+        """The groups of policy, engines and teacher, by name."""
         clients = {"policy": self.policy, "engine": self.engines}
         if self.teacher is not None:
             clients[self.teacher.group.name] = self.teacher
@@ -90,11 +90,11 @@ class RunWorkers:
         shown: EncodedPrompt | None = None,
         **options: Any,
     ) -> WeightSync:
-        """Return the synchronization of weights, with further `options` of `WeightSync`.
+        """Return the weight sync from policy to engines; `options` go to `WeightSync`.
 
-        `source` is the model that the policy's weights are of; None: they are those of a checkpoint. The policy waits
-        in host memory as `offload` says; None: where the engines can sleep. With `decode_limit` what the engines decode
-        is compared too (`DecodeCheck`), also of `shown`, a prompt with an image.
+        `source`: the model whose weights the policy has; None: a checkpoint's. `offload`: move the policy to host
+        memory during generation; None: if the engines can sleep. `decode_limit`: also compare log-probs of text that
+        the engines decode (`DecodeCheck`); `shown`: a prompt with an image for this check.
         """
         from rlctl.checkpoints.conversion.prepared_model import fingerprints_of
         from rlctl.refit.decoding import NEW_TOKENS, DecodeCheck
@@ -128,11 +128,12 @@ def start_run_workers(
     early: EarlyHosts | None = None,
     tell: Callable[[str], None] = lambda note: None,
 ) -> Iterator[RunWorkers]:
-    """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once. `load`
-    gives policy and teacher their weights. Engines and scorers start beside both, unless engines have to be alone on
-    their devices. `doing` receives the name of each phase. `early`: processes that were started before. On a
-    running cluster the rewards are tried where the scorers are, before the others start; `tell` receives what is
-    different there."""
+    """Start all processes in parallel, and stop them at the end of the block; kill them after an error or an interrupt.
+
+    `load` loads the weights of policy and teacher. Engines and scorers start at the same time, unless engines must be
+    alone on their devices. `doing` receives the name of each phase. `early`: processes that already run. On an existing
+    cluster, try the rewards on the scorers' node before the other processes start; `tell` receives notes of this trial.
+    """
     with _starting(spec.policy.device, spec.limits, log_dir, early) as start:
         shared = spec.engines is None or spec.colocated
         engine_devices = spec.engines.devices if spec.engines is not None else 0
@@ -149,7 +150,8 @@ def start_run_workers(
         reward, validation = scorers or start.scorers(spec)
         engines, beside = None, dict[str, PendingCall[Any]]()
         if spec.engines is not None:
-            # vLLM measures what is free on the device: alone, and gives it back before others come
+            # vLLM sizes its KV cache by the device's free memory, so it starts alone, and sleeps before the policy
+            # allocates memory.
             alone = spec.engines.engine.sleeps or (shared and spec.policy.device == "cuda")
             engines = start.engines(spec.engines, loads=not alone)
             if not alone:
@@ -191,7 +193,8 @@ def start_run_workers(
 
 @contextlib.contextmanager
 def start_engines(spec: EnginesSpec, limits: ClusterConfig, log_dir: Path) -> Iterator[EngineClient]:
-    """Start engines without a policy and stop them at the end; on an error or an interrupt they are ended at once."""
+    """Start engines without a policy, and stop them at the end of the block; kill them after an error or an
+    interrupt."""
     with _starting(spec.engine.device, limits, log_dir) as start:
         start.of_engines = start.reserve(spec.devices)
         engines = start.engines(spec)
@@ -201,18 +204,18 @@ def start_engines(spec: EnginesSpec, limits: ClusterConfig, log_dir: Path) -> It
 
 
 def _on_several_nodes(start: _Start) -> bool:
-    """Whether what engines made may be lost with another host than the driver's."""
+    """Return whether the run spans several nodes, so that finished rollouts could be lost with a node."""
     return len({bundle.node_id for place in start.placements for bundle in place.bundles}) > 1
 
 
 def meet(ranks: WorkerGroup[PolicyWorker], timeout_s: float) -> None:
-    """Have the ranks of a policy find each other, and build their models."""
+    """Connect the ranks of a policy, and build their models."""
     [port] = ranks.part([0]).call(PolicyWorker.open_store)
     ranks.within(timeout_s).call(PolicyWorker.setup, port)
 
 
 class Again:
-    """Starts processes of a policy again; calls of its clients then reach the new ones."""
+    """Restarts lost processes. The clients' groups then refer to the new processes."""
 
     def __init__(
         self,
@@ -226,17 +229,17 @@ class Again:
         self.scorers = scorers
 
     def start_policy(self) -> None:
-        """Start the policy's processes, which were ended, where their devices are now."""
+        """Start the policy's processes again, after their end, on the current bundles."""
         self._put_in_place(self.policy, self._start.policy(self._spec))
         meet(self.policy.held(PolicyProcess.rank), self._spec.limits.start_timeout_s)
 
     def find_places(self, limit_s: float) -> None:
-        """Learn where the policy's devices are now. Raises WaitTimeoutError where Ray has no other place for those of a
-        lost host after a time."""
+        """Update the policy's bundles after the loss of a host. Raises WaitTimeoutError if Ray places no replacement
+        for a lost bundle within `limit_s`."""
         place = self._start.of_policy
         try:
             place.bundles = place.renewed(place.bundles, limit_s)
-        except TimeoutError:  # Ray's GetTimeoutError is one too
+        except TimeoutError:  # also Ray's GetTimeoutError, a subclass
             raise WaitTimeoutError(
                 f"Ray found no place for the policy in {limit_s:.0f} s.",
                 "Bring its host back, or raise cluster.start_timeout_s.",
@@ -244,22 +247,22 @@ class Again:
 
     @property
     def all_stand(self) -> bool:
-        """Whether no host of the places is known to be lost."""
+        """Whether Ray reports all bundles' hosts as alive."""
         return len(self._start.of_policy.standing()) == len(self._start.of_policy.bundles)
 
     def standing(self) -> tuple[int, int]:
-        """Return the number of places that are left, and of the nodes that were lost."""
+        """Return (number of remaining bundles, number of lost nodes)."""
         place = self._start.of_policy
         left = place.standing()
-        return len(left), len({one.node_id for one in place.bundles} - {one.node_id for one in left})
+        return len(left), len({bundle.node_id for bundle in place.bundles} - {bundle.node_id for bundle in left})
 
     def go_on_with(self, spec: RunWorkersSpec) -> None:
-        """Start a policy of another layout from here on, on the places that are left."""
+        """Use another layout on the remaining bundles from the next start on."""
         self._spec = replace(self._spec, policy=spec.policy, micro_batch_tokens=spec.micro_batch_tokens)
         self._start.of_policy.bundles = self._start.of_policy.standing()
 
     def start_scorers(self) -> None:
-        """Start scorers whose host was lost."""
+        """Restart the scorers whose host was lost."""
         for group in self.scorers:
             if group.gone():
                 plan = self._spec.validation if group.name == "validation" else self._spec.reward
@@ -268,23 +271,23 @@ class Again:
                 group.within(self._spec.limits.start_timeout_s).call(RewardWorker.setup)
 
     def places(self) -> tuple[Bundle, ...]:
-        """Return the places of the policy's ranks of today."""
+        """Return the current bundles of the policy's ranks."""
         return self._start.of_policy.bundles[: self._spec.policy.parallel.world_size]
 
     def start_memory(self, place: Bundle, folder: str) -> WorkerGroup[MemoryFiles]:
-        """Start the process that owns a folder in the memory of the host of `place`."""
+        """Start the process that owns `folder` in the memory of the host of bundle `place`."""
         group = self._start.memory(place, folder)
         group.ready()
         return group
 
     def start_teacher(self) -> None:
-        assert self.teacher is not None  # a run with one asks
+        assert self.teacher is not None  # only runs with a teacher call this
         assert self._spec.teacher is not None
         self._put_in_place(self.teacher, self._start.teacher(self._spec, self._spec.teacher))
         meet(self.teacher, self._spec.limits.start_timeout_s)
 
     def _put_in_place(self, group: WorkerGroup[Any], new: WorkerGroup[Any]) -> None:
-        self._start.groups.remove(new)  # the one whose place it takes is there
+        self._start.groups.remove(new)  # `group`, which takes over its processes, is in the list
         new.ready()
         group.become(new)
 
@@ -293,7 +296,7 @@ class Again:
 def _starting(
     device: Device, limits: ClusterConfig, log_dir: Path, early: EarlyHosts | None = None
 ) -> Iterator[_Start]:
-    """Start what the block starts; at the end stop it (on an error end it), and give the devices back."""
+    """Yield a `_Start`. At the end of the block, stop its groups (kill them after an error) and release the devices."""
     start = _Start(device, limits, log_dir, early)
     try:
         yield start
@@ -308,7 +311,7 @@ def _starting(
 
 
 class _Start:
-    """Starts groups of workers on their places; the slow starts (imports) run side by side until `ready`."""
+    """Starts groups of workers on bundles; their slow imports run in parallel until `ready`."""
 
     of_policy: Placement
     of_engines: Placement
@@ -319,20 +322,21 @@ class _Start:
         self.groups: list[WorkerGroup] = []
 
     def reserve(self, devices: int, away_from: Sequence[Bundle] = ()) -> Placement:
-        """Reserve devices, none of them on a node that holds one of `away_from`."""
+        """Reserve devices on nodes without a bundle of `away_from`."""
         gpus, limit_s = self.device == "cuda", self.limits.start_timeout_s
         self.placements.append(Placement(devices, gpus=gpus, timeout_s=limit_s, away_from=away_from))
         return self.placements[-1]
 
     def ready(self, *later: WorkerGroup[Any]) -> None:
-        """Wait until all workers but those of `later` are constructed."""
+        """Wait until all workers except `later` are constructed."""
         for group in self.groups:
             if group not in later:
                 group.ready()
 
     def policy(self, spec: RunWorkersSpec) -> WorkerGroup[PolicyProcess]:
         ranks = self._ranks(spec, spec.policy, {"worker": spec.backend.worker})
-        # A save without copies holds up the update after it until it is written, whatever earlier ones took.
+        # A save without copies delays the next update until the files are written, so the durations of earlier updates
+        # would not bound it.
         measured = self.limits.step_timeout_s is None and spec.policy.save_copies
         return self._group("policy", POLICY_PROCESS, ranks, self.of_policy, measured=measured)
 
@@ -351,7 +355,8 @@ class _Start:
         return [WorkerSpec(shared | {"rank": rank}, (places[rank],), env) for rank in range(size)]
 
     def engines(self, spec: EnginesSpec, *, loads: bool = False) -> WorkerGroup[EpisodeWorker]:
-        """`loads`: the engines load their models as soon as their processes are there; else call `start`."""
+        """`loads`: the engines load their models as soon as their processes run; otherwise the caller calls
+        `start`."""
         places = engine_bundles(self.of_engines.bundles, spec.count, spec.engine.replicas, spec.ranks, spec.nodes)
         env = spec.engine.environment
         shared = {"worker": spec.backend.worker, "episode": spec.episode, "spec": spec.engine}
@@ -390,7 +395,7 @@ class _Start:
                     tell(f"note: on {place}: {note}")
 
     def scorer(self, plan: Rewards, name: str) -> WorkerGroup[RewardWorker]:
-        # No device of its own, and none visible: scorers run user code.
+        # Scorers run user code, so they see no device.
         env = {"CUDA_VISIBLE_DEVICES": ""}
         worker = WorkerSpec({"plan": plan, "fetch": fetch, "apart": True}, (self.of_policy.bundles[0],), env)
         return self._group(name, REWARD_WORKER, [worker], self.of_policy)
@@ -420,8 +425,8 @@ def calls_at_a_time(engine: EngineSpec) -> int:
 
 
 def early_hosts(spec: RunWorkersSpec) -> list[EarlyHost]:
-    """Return the policy and engine processes that can start before data is read: none on GPUs and on several
-    hosts, where devices are assigned first."""
+    """Return the policy and engine processes that can start before the data is read. None on GPUs or several nodes,
+    where processes need their devices first."""
     policy, engines = spec.policy, spec.engines
     if policy.device != "cpu" or spec.own_nodes:
         return []
@@ -431,7 +436,7 @@ def early_hosts(spec: RunWorkersSpec) -> list[EarlyHost]:
     if engines is not None and engines.engine.replicas == 1:
         env = WorkerSpec({}, (), engines.engine.environment).environment()
         modules = (module_of(ENGINE_PROCESS), module_of(engines.backend.worker), *engines.backend.libraries)
-        # The engine first: its imports take longest.
+        # The engine starts first, because its imports take longest.
         hosts = [EarlyHost("engine", env, calls_at_a_time(engines.engine), modules)] * engines.count + hosts
     return hosts
 
@@ -441,23 +446,23 @@ def module_of(path: str) -> str:
 
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-"""Variables by which a user configures torch's allocator."""
+"""Environment variables of torch's CUDA allocator."""
 
 
 DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-"""CUDA counts unlike GPUs by their speed otherwise, and nvidia-smi and Ray by their bus."""
+"""Make CUDA number GPUs by PCI bus, as nvidia-smi and Ray do. By default it numbers the fastest first."""
 
 
 def policy_environment(threads: int | None, device: Device, training: TrainingConfig) -> dict[str, str]:
-    """The variables of a training process; the user's own win."""
+    """Return the environment variables of a training process. `training.env` takes precedence."""
     env = {**(hangs.RECORD if device == "cpu" else hangs.NCCL_RECORD)}
     env |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    if device == "cpu":  # torch asks for huge pages: fresh small ones cost more than what fills them
+    if device == "cpu":  # torch allocates huge pages: page faults of small pages cost more than writing the tensor
         env["THP_MEM_ALLOC_ENABLE"] = "1"
-    else:  # on Hopper torch prefers cuDNN's attention, which builds and keeps a plan for each shape of a row
+    else:  # on Hopper torch prefers cuDNN attention, which builds and caches a plan per shape, and each row has another
         env["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
         env |= DEVICE_ORDER
-        if not ALLOCATOR.intersection((*os.environ, *training.env)):  # rows differ in length from step to step
+        if not ALLOCATOR.intersection((*os.environ, *training.env)):  # rows of varying length would fragment memory
             env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return env | training.env
 
@@ -465,9 +470,9 @@ def policy_environment(threads: int | None, device: Device, training: TrainingCo
 def engine_bundles(
     bundles: tuple[Bundle, ...], engines: int, replicas: int, ranks: int, most: int
 ) -> list[tuple[tuple[Bundle, ...], tuple[Bundle, ...]]]:
-    """The devices of each engine, those of a replica behind those of the other, in two parts: those of its first
-    process, and those of the others, which have as many each. Raises MachineError where those of one replica are on
-    more than `most` nodes, or not as many on each."""
+    """Return per engine (bundles of its first process, bundles of its other processes), with consecutive `ranks`
+    bundles per replica. Raises MachineError if a replica spans more than `most` nodes or has different numbers of
+    bundles on its nodes."""
     shares = [bundles[index * ranks : (index + 1) * ranks] for index in range(engines * replicas)]
     counts = [Counter(bundle.node for bundle in share) for share in shares]
     for index, nodes in enumerate(counts):

@@ -1,4 +1,4 @@
-"""The plan of a configuration to look at: its models and data need not be on this machine."""
+"""The plan that `rlctl plan` shows. Models and data need not be on this machine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rlctl.rollouts.prompt_order import PromptStream
 
 
 def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
-    """The plan of a configuration to look at, with `top` alternatives and all that keeps it from running. Raises
-    NoPlanError when nothing fits."""
+    """Return the plan of a configuration with `top` alternatives and all reasons why it cannot run. Raises NoPlanError
+    if nothing fits."""
     resolved = with_images(resolved)
     require_backends(resolved.config)
     located = locate_published(Named(resolved, method_from_config(resolved.config, tries_loss=False)), tell)
@@ -43,8 +43,8 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
 
 
 def _prompts_here(located: Located, tell: Tell) -> PromptStream | None:
-    """Return the run's prompts, or None where it names none, or its tokenizer or the data of its preset cannot be had
-    here. Raises InputError for data that the user named wrongly."""
+    """Return the run's prompts; None if it has no data, or if its tokenizer or its preset's data is unavailable here.
+    Raises InputError for unavailable data that the user named."""
     config = located.config
     if not (config.data.name or config.data.sources):
         return None

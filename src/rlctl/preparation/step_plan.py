@@ -1,4 +1,4 @@
-"""The plan of a run's steps, which `rlctl plan`, a dry run and the run itself show."""
+"""The plan of a run's steps, shared by `rlctl plan`, dry runs and runs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def step_plan(
     assume: str | None,
     top: int = 3,
 ) -> Plan:
-    """The plan of a run's steps, for the lengths of its prompts where they are known. Whoever asks for the plan of a
-    configuration gets this one: `rlctl plan`, a dry run and the run. Raises NoPlanError when nothing fits."""
+    """Return the plan of a run's steps for the lengths of `prompts` (None: assumed lengths). `rlctl plan`, dry runs and
+    runs all call this function, so that they agree. Raises NoPlanError if nothing fits."""
     lengths = prompts.lengths() if prompts else []
     mean = round(sum(lengths) / len(lengths)) if lengths else None
     refusal = refusal_of(config, facts, method, teacher)

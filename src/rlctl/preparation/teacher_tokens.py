@@ -1,4 +1,4 @@
-"""Agreement of the tokens of a policy and of its teacher."""
+"""Checks of the tokenizers of a policy and its teacher."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase, teacher: NamedModel) -> None:
-    """Raise InputError unless a number stands for the same token in the policy and in its teacher. The tokens that end
-    a completion may be others, as they are of a base model and one that was trained on it."""
+    """Raise InputError unless policy and teacher have the same vocabulary and special tokens. Their end-of-turn tokens
+    may differ, for example between a base model and its instruct version."""
     theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
     ours_of, theirs_of = tokenizer.get_vocab(), theirs.get_vocab()
     different = sum(ours_of.get(token) != theirs_of.get(token) for token in ours_of.keys() | theirs_of.keys())
@@ -37,8 +37,8 @@ def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase,
 def projection_to(
     config: RlctlConfig, prompts: PromptStream, validation: ValidationSet | HeldOutTexts | None, teacher: NamedModel
 ) -> Projection:
-    """Give the texts the tokenizer of a teacher that reads with its own, and return the projection from the policy's
-    tokens to the teacher's. Raises InputError for tokenizers that cannot be aligned."""
+    """Return the projection from the policy's tokens to the tokens of a teacher with another tokenizer, and set the
+    teacher's tokenizer on the text streams. Raises InputError for tokenizers that cannot be aligned."""
     assert isinstance(prompts, TextStream)  # such teachers read texts
     assert config.named_teacher is not None
     theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))

@@ -1,4 +1,4 @@
-"""What a plan starts: the specifications of policy, teacher, engines and scorers."""
+"""Specifications of the processes that a plan starts: policy, teacher, engines and scorers."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class EnginesSpec:
     ranks: int
     """Devices of one replica of an engine."""
     nodes: int = 1
-    """Most nodes of one replica."""
+    """Maximum number of nodes of one replica."""
     episode: str | PlaySpec = ONE_TURN
-    """The course of an episode, or its name as `module:function`."""
+    """How an episode is played, or the path of a function as `module:function`."""
 
     @property
     def devices(self) -> int:
@@ -51,54 +51,55 @@ class EnginesSpec:
 
 @dataclass(frozen=True)
 class RunWorkersSpec:
-    """The processes to start. Policy rank r is on device r, and engines are on the same devices or on others."""
+    """The processes to start. Policy rank r uses device r; engines use the same devices (colocated) or separate
+    ones."""
 
     backend: PolicyBackend
     policy: PolicySpec
     training: TrainingConfig
     micro_batch_tokens: int
-    """Most tokens of a packed row."""
+    """Maximum number of tokens in a packed row."""
     engines: EnginesSpec | None
-    """None: nothing is sampled."""
+    """None: the run samples nothing."""
     reward: Rewards | None
-    """None: there is no scorer."""
+    """The scorer of training; None: the run has none."""
     limits: ClusterConfig
-    """How long processes may take."""
+    """Time limits of the processes, and the cluster to join."""
     validation: Rewards | None = None
-    """The scorer of validation; None: there is none."""
+    """The scorer of validation; None: the run has none."""
     teacher: PolicySpec | None = None
-    """The teacher or the reward model, on the policy's devices; None: there is neither."""
+    """The teacher or the reward model, on the policy's devices; None: the run has neither."""
     colocated: bool = True
-    """False: the engines have devices of their own."""
+    """False: the engines use separate devices."""
     own_nodes: bool = False
-    """The engines' devices are on nodes without the policy."""
+    """The engines use nodes without policy ranks."""
     whole_groups: bool = False
-    """The loss compares the rollouts of a group, which are trained on in one row."""
+    """The loss compares the rollouts of a group, so a packed row contains whole groups."""
 
     @property
     def policy_devices(self) -> int:
-        """Devices of the policy, which its teacher shares."""
+        """Number of devices that policy and teacher share."""
         return max(spec.parallel.world_size for spec in (self.policy, self.teacher) if spec is not None)
 
 
 def device_of(plan: Plan) -> Device:
-    """The kind of device that policy and engines compute on."""
+    """Return the device type of policy and engines."""
     return "cpu" if plan.cluster.is_cpu else "cuda"
 
 
 def converts(config: RlctlConfig, plan: Plan) -> bool:
-    """Whether the policy of a plan starts from a conversion of the model."""
+    """Return whether the policy starts from a converted checkpoint of the model."""
     return config.model.convert and policy_backend(plan.backend).takes_conversion
 
 
 def training_of(plan: Plan) -> TrainingChoice:
-    """The training half of a plan that has one, as all but those for completions alone."""
+    """Return the training half of a plan. Plans for completions only have none."""
     assert plan.training is not None
     return plan.training
 
 
 def planned_truncation(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: Method | None) -> Truncation | None:
-    """The truncated sampling that a policy is trained on, with ties as the run's engines treat them."""
+    """Return the truncation (top-k, top-p, min-p) in the policy's log-probs; ties at top-k as in the run's engines."""
     rollouts = config.rollout_settings if method else None
     truncation = Truncation.from_config(rollouts.generation, facts.vocab) if rollouts else None
     if truncation is None or (engines := config.engine_settings) is None:
@@ -108,9 +109,8 @@ def planned_truncation(config: RlctlConfig, facts: ModelFacts, plan: Plan, metho
 
 
 def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: Method | None = None) -> PolicySpec:
-    """The policy that a plan starts; `config` holds the plan's values. `method` None: it is not trained.
-
-    Raises ConfigError for what its backend refuses."""
+    """Return the specification of a plan's policy. `config` contains the plan's values. `method` None: the policy is
+    not trained. Raises ConfigError if the backend refuses the policy."""
     training = training_of(plan)
     if config.model.freeze and facts.vision is None:
         raise ConfigError(
@@ -151,7 +151,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: M
 def refusal_of(
     config: RlctlConfig, facts: ModelFacts, method: Method | None = None, teacher: ModelFacts | None = None
 ) -> Refusal:
-    """Return what says why the backend of a plan refuses the configuration."""
+    """Return a function that gives the reason why a plan's backend refuses the configuration, or None."""
 
     def refused(plan: Plan) -> str | None:
         try:
@@ -166,7 +166,7 @@ def refusal_of(
 
 
 def planned_critic(config: RlctlConfig, critic: CriticSettings, plan: Plan) -> CriticSpec:
-    """The critic next to the policy. Raises ConfigError where the backend has none."""
+    """Return the specification of the policy's critic. Raises ConfigError if the backend has no critic."""
     if not policy_backend(plan.backend).has_critic:
         raise ConfigError(
             f"advantage.baseline = critic needs a value model, and the backend {plan.backend} trains none.",
@@ -180,10 +180,10 @@ def planned_critic(config: RlctlConfig, critic: CriticSettings, plan: Plan) -> C
 def planned_teacher(
     config: RlctlConfig, student: ModelFacts, teacher: ModelFacts, plan: Plan, method: Method | None = None
 ) -> PolicySpec:
-    """The teacher or the reward model that a plan starts; `config` holds the plan's values, and `method` says how many
-    of the most likely tokens of each position of a teacher are needed. It computes as the policy does, without its
-    adapters, quantization, critic, routers that follow the engines, and fields that are passed through."""
-    assert plan.teacher is not None  # it was planned with the policy
+    """Return the specification of a plan's teacher or reward model. `config` contains the plan's values; `method`
+    determines how many top tokens per position a teacher returns. The settings are the policy's, without adapters,
+    quantization, critic, router replay and passed-through fields."""
+    assert plan.teacher is not None  # planned with the policy
     own_tokenizer, top = (config.teacher_has_tokenizer, method.teacher_top) if method else (False, 0)
     choice, vocab = plan.teacher.choice, teacher.vocab if own_tokenizer else min(student.vocab, teacher.vocab)
     spec = replace(
@@ -218,10 +218,10 @@ def planned_workers(
     max_length: int | None = None,
     dummy_weights: bool = False,
 ) -> RunWorkersSpec:
-    """The processes that a plan starts; `config` holds the plan's values. `dummy_weights`: the engines
-    read none; `method` None: the policy's weights are read and refitted, and not trained.
+    """Return the specification of a plan's processes. `config` contains the plan's values. `dummy_weights`: the engines
+    read no weights; `method` None: the policy is loaded and refitted, but not trained.
 
-    Raises ConfigError for what a backend refuses.
+    Raises ConfigError if a backend refuses the configuration.
     """
     policy = replace(planned_policy(config, facts, plan, method), model_dir=model_dir)
     max_length = max_length or config.model.max_length or plan.workload.max_length
@@ -254,8 +254,8 @@ def planned_engines(
     colocated: bool = True,
     dummy_weights: bool = False,
 ) -> EnginesSpec:
-    """The engines that a plan starts; `config` holds the plan's values. `colocated` off: they have devices to
-    themselves, and never sleep."""
+    """Return the specification of a plan's engines. `config` contains the plan's values. `colocated` False: the engines
+    use separate devices and never sleep."""
     backend, generation = engine_backend(config.generation.backend), plan.generation
     assert generation is not None  # a plan without engines starts none
     spec = backend.spec(
