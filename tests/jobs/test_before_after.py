@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.jobs import training_run as run_module
+from rlctl.jobs import run_journal
 from rlctl.jobs.before_after import answered_twice, command_to_try
 from rlctl.jobs.run_journal import RunJournal
 from rlctl.methods.configuration import resolve
@@ -73,7 +73,7 @@ def test_validations_keep_the_same_prompts_and_the_report_shows_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the rewards are, and also after a resume, which begins a new journal."""
-    monkeypatch.setattr(run_module, "fetch", lambda ref: [f"{ref}.{number}" for number in range(8)])
+    monkeypatch.setattr(run_journal, "fetch", lambda ref: [f"{ref}.{number}" for number in range(8)])
     config = resolve(preset="laptop", sets=["run.log_rollouts=3"], environment={}).config
     prompts = SimpleNamespace(kind="prompt")
     job: Any = SimpleNamespace(config=config, prompts=prompts)

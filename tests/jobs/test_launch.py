@@ -262,8 +262,9 @@ def test_a_dry_run_imports_no_engine_and_starts_only_the_process_that_makes_ques
         "reward.terms=[{name: task}]",
     ]
     program = (
-        "import subprocess, sys\nstarts = subprocess.Popen\nclass Popen(starts):\n"
-        "    def __init__(self, args, **more):\n        assert 'gym_questions' in str(args), args\n"
+        "import subprocess, sys\nstarts = subprocess.Popen\nclass Popen(starts):  # the server of questions alone\n"
+        "    def __init__(self, args, **more):\n"
+        "        assert 'rlctl.processes.child' in str(args) and args[-1] == 'serve', args\n"
         "        super().__init__(args, **more)\nsubprocess.Popen = Popen\nfrom rlctl import cli\n"
         "try:\n    cli.main(sys.argv[1:])\nexcept SystemExit as end:\n    print(end.code)\n"
         "print({'torch', 'vllm', 'ray', 'matplotlib'} & set(sys.modules))"

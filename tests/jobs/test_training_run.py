@@ -13,10 +13,10 @@ import pytest
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.errors import InputError, MachineError
-from rlctl.jobs import training_run as run_module
+from rlctl.jobs import run_journal
 from rlctl.jobs.run_journal import RunJournal
 from rlctl.jobs.run_summary import RunSummary, how_to_resume
-from rlctl.jobs.run_weights import crowded
+from rlctl.jobs.run_weights import converted, crowded, load_newest
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.request import Workload
@@ -33,12 +33,12 @@ STEP = {"seconds": {"total": 1.0}}
 @pytest.fixture
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Takes five steps with these keys of `run`; returns what was said."""
-    monkeypatch.setattr(run_module, "LiveReport", lambda *_: SimpleNamespace(step=lambda: None))
-    monkeypatch.setattr(run_module, "fetch", lambda handle: [f"{handle}.{sample}" for sample in range(2)])
+    monkeypatch.setattr(run_journal, "LiveReport", lambda *_: SimpleNamespace(step=lambda: None))
+    monkeypatch.setattr(run_journal, "fetch", lambda handle: [f"{handle}.{sample}" for sample in range(2)])
 
     def take(**keys: Any) -> str:
         config = RlConfig.model_validate({"run": {"steps": 5, **keys}})
-        machine: Any = SimpleNamespace(metrics=dict)
+        machine: Any = SimpleNamespace(metrics=dict, losses=dict)
         encoder = SimpleNamespace(text=lambda row: f"<user>{row.prompt}</user>")
         job: Any = SimpleNamespace(config=config, prompts=encoder)
         path = tmp_path / "stderr"
@@ -80,9 +80,9 @@ def test_a_text_part_that_other_nodes_may_not_see_ends_a_run_that_converts_nothi
     text = ModelSource(tmp_path / "home" / "rlctl" / "gemma-text", "gemma", origin=tmp_path / "gemma")
     plan, other = SimpleNamespace(cluster=SimpleNamespace(nodes=2)), ModelSource(tmp_path / "llama", "llama")
     for source, teacher in ((text, None), (other, SimpleNamespace(source=text))):
-        job: Any = SimpleNamespace(converts=False, source=source, teacher=teacher, plan=plan)
+        job: Any = SimpleNamespace(converts=False, base_model=source, teacher=teacher, plan=plan)
         with Display(steps=1) as display, pytest.raises(MachineError, match="gemma: other nodes may not see"):
-            run_module._converted(job, display)
+            converted(job, display)
 
 
 def test_the_end_of_a_run_has_a_colour_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,10 +112,10 @@ def test_a_manifest_whose_changes_the_checkpoint_cannot_be_loaded_with_does_not_
     policy: Any = SimpleNamespace(damaged_files=lambda *_: [], load_saved=loads)
     with Display(steps=3) as display:
         with pytest.raises(InputError):
-            run_module._load_newest(run, policy, display, {"config": {}, "command": "after"})
+            load_newest(run, policy, display, {"config": {}, "command": "after"})
         assert run.manifest()["command"] == "before"
         policy.load_saved = lambda _: None
-        run_module._load_newest(run, policy, display, {"config": {}, "command": "after"})
+        load_newest(run, policy, display, {"config": {}, "command": "after"})
         assert run.manifest()["command"] == "after"
 
 
