@@ -23,7 +23,7 @@ import typer
 from rlctl import cli
 from rlctl.cli import load_command, run
 from rlctl.commands.output import JsonMode
-from rlctl.data.prompt_rows import PromptSource
+from rlctl.data.prompt_rows import PromptDataset
 from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.tiny_models.text import write_tiny_family
@@ -218,7 +218,7 @@ def test_checks_of_the_machine(command: str, place: Path, capsys: pytest.Capture
     assert code in (0, 3), capsys.readouterr().err
 
 
-def untried(plan: RewardPlan, source: PromptSource, completion: str | None = None) -> RewardPlan:
+def untried(plan: RewardPlan, source: PromptDataset, completion: str | None = None) -> RewardPlan:
     return plan
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlctl.data.holdout import columns_of_prompts, hold_out, open_validation, validation_data
-from rlctl.data.prompt_rows import PromptSource
+from rlctl.data.prompt_rows import PromptDataset
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import ConfigError, InputError
 from rlctl.methods.rl.rl_config import RlConfig
@@ -17,19 +17,19 @@ from rlctl.settings.data import DataConfig
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> PromptSource:
+def source(tmp_path: Path) -> PromptDataset:
     path = tmp_path / "q.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"q{n}", "answer": "1"}) + "\n" for n in range(20)))
     return open_prompts(DataConfig(name=str(path)))
 
 
-def prompts(source: PromptSource | None) -> list[Any]:
+def prompts(source: PromptDataset | None) -> list[Any]:
     assert source is not None
     return [source[index].prompt for index in range(len(source))]
 
 
 @pytest.mark.parametrize("count", [1, 5, 19])
-def test_training_and_validation_share_no_prompt_and_lose_none(source: PromptSource, count: int) -> None:
+def test_training_and_validation_share_no_prompt_and_lose_none(source: PromptDataset, count: int) -> None:
     train, held = hold_out(source, count, seed=3)
     assert (len(train), len(held or [])) == (20 - count, count)
     assert sorted(prompts(train) + prompts(held)) == sorted(prompts(source))
@@ -37,7 +37,7 @@ def test_training_and_validation_share_no_prompt_and_lose_none(source: PromptSou
         train[len(train)]
 
 
-def test_what_is_left_to_train_on_is_counted_anew(source: PromptSource) -> None:
+def test_what_is_left_to_train_on_is_counted_anew(source: PromptDataset) -> None:
     """Whoever finds a prompt again by its number, as an order by pass rates does, finds that prompt."""
     train, held = hold_out(source, 7, seed=3)
     assert held is not None
@@ -45,23 +45,23 @@ def test_what_is_left_to_train_on_is_counted_anew(source: PromptSource) -> None:
     assert [held[index].index for index in range(len(held))] == list(range(7))
 
 
-def test_the_seed_chooses_what_is_held_out(source: PromptSource) -> None:
+def test_the_seed_chooses_what_is_held_out(source: PromptDataset) -> None:
     one, again, other = (prompts(hold_out(source, 5, seed)[1]) for seed in (3, 3, 4))
     assert one == again != other
 
 
-def test_a_resume_knows_that_another_part_is_held_out(source: PromptSource) -> None:
+def test_a_resume_knows_that_another_part_is_held_out(source: PromptDataset) -> None:
     fingerprints = [hold_out(source, count, 3)[0].fingerprint() for count in (0, 4, 5)]
     assert fingerprints[0] == source.fingerprint()
     assert len({json.dumps(one, sort_keys=True) for one in fingerprints}) == 3
 
 
-def test_holding_out_everything_is_refused(source: PromptSource) -> None:
+def test_holding_out_everything_is_refused(source: PromptDataset) -> None:
     with pytest.raises(InputError, match=r"leaves nothing to train on: .* has 20 prompts"):
         hold_out(source, 20, 0)
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> PromptSource:
+def write(path: Path, rows: list[dict[str, Any]]) -> PromptDataset:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return open_prompts(DataConfig(name=str(path)))
 
@@ -79,7 +79,7 @@ REPEATS = {
 }
 
 
-def read(source: PromptSource | None) -> list[str]:
+def read(source: PromptDataset | None) -> list[str]:
     return ["".join(source[index].question.split()) for index in range(len(source))] if source else []
 
 
@@ -133,7 +133,7 @@ def test_a_gym_task_is_validated_on_questions_of_other_seeds() -> None:
         assert validated["seed"] >= trained["seed"] + trained["size"]
 
 
-def test_a_file_needs_other_prompts_or_a_part_of_its_own(source: PromptSource) -> None:
+def test_a_file_needs_other_prompts_or_a_part_of_its_own(source: PromptDataset) -> None:
     asked = config({"name": source.label})
     with pytest.raises(ConfigError, match="`validation` has no prompts"):
         open_validation(asked, None)

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlctl.data.prompt_rows import PromptSource
+from rlctl.data.prompt_rows import PromptDataset
 from rlctl.data.prompts import open_prompts, shows_images
 from rlctl.errors import InputError
 from rlctl.settings.data import DataConfig
@@ -22,7 +22,7 @@ def write_jsonl(path: Path, records: list[dict]) -> Path:
     return path
 
 
-def open_file(path: Path, **data: object) -> PromptSource:
+def open_file(path: Path, **data: object) -> PromptDataset:
     return open_prompts(DataConfig(name=str(path), **data))
 
 

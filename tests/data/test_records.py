@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from rlctl.data.prompt_rows import PromptRow, PromptSource
+from rlctl.data.prompt_rows import PromptDataset, PromptRow
 from rlctl.data.prompts import open_prompts, shows_images
 from rlctl.data.row_types import PairRows, TextRows
 from rlctl.data.texts import number_in
@@ -55,7 +55,7 @@ NESTED = [
 ]
 
 
-def open_file(path: Path, **data: Any) -> PromptSource:
+def open_file(path: Path, **data: Any) -> PromptDataset:
     return open_prompts(DataConfig(name=str(path), **data))
 
 

@@ -197,11 +197,11 @@ def test_questions_of_a_gym_task_are_none_that_training_sees() -> None:
     config = resolver(data__name="reasoning-gym:chain_sum", data__params={"max_terms": 2, "seed": 7})(None).config
     task = open_task("reasoning-gym:chain_sum", config, 50)
     assert task.rewards.accuracy_by == "task"
-    assert task.source.fingerprint()["params"]["max_terms"] == 2  # as the run's data has it
+    assert task.dataset.fingerprint()["params"]["max_terms"] == 2  # as the run's data has it
     trained = open_prompts(config.data, seed=config.run.seed).fingerprint()["params"]
-    asked = task.source.fingerprint()["params"]
+    asked = task.dataset.fingerprint()["params"]
     assert asked["seed"] >= trained["seed"] + trained["size"]
-    assert "max_terms" not in open_task("reasoning-gym:gcd", config, 5).source.fingerprint()["params"]
+    assert "max_terms" not in open_task("reasoning-gym:gcd", config, 5).dataset.fingerprint()["params"]
 
 
 @pytest.mark.usefixtures("untried")

@@ -434,7 +434,7 @@ def test_a_resume_of_several_sources_compares_each(files, tiny_llama):
     (files / "more.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n')
     begun(train(tiny_llama), files / "run", data=["sums.jsonl", "more.jsonl"])
     job, said = go_on(files / "run", steps=6)
-    assert [source.label for source in job.prompts.sources] == ["sums.jsonl", "more.jsonl"]
+    assert [source.label for source in job.prompts.datasets] == ["sums.jsonl", "more.jsonl"]
     assert said == []
     with pytest.raises(InputError, match=r"`data\.sources` = "):
         go_on(files / "run", data=["sums.jsonl", "sums.jsonl"])

@@ -106,7 +106,7 @@ def test_rows_that_fail_or_are_too_long_are_counted(tmp_path: Path) -> None:
              "model.chat_template": REFUSING, "generation.max_new_tokens": 64, "data.size": 5}  # fmt: skip
     job = prepare_job(resolve(flags=flags, environment={}))
     whole = resolve(flags=flags | {"data.size": None, "model.max_length": 96}, environment={}).config
-    job.prompts.sources = [replace(job.prompts.sources[0], prompts=open_prompts(whole.data))]
+    job.prompts.datasets = [replace(job.prompts.datasets[0], prompts=open_prompts(whole.data))]
     failing, long = look_at_rows(job, whole, job.facts, generated=())
     assert failing.startswith("2 of the first 8 rows of")
     assert "no system message" in failing
@@ -122,7 +122,7 @@ def test_stop_texts_are_looked_for_in_every_turn(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step_1.jsonl").write_text(json.dumps({"messages": turns, "reward": 1.0}) + "\n")
     config = resolve(flags={"generation.stop": ["</action>", "</answer>"]}, environment={}).config
-    prompts = SimpleNamespace(sources=[SimpleNamespace(prompts=[], label="")])
+    prompts = SimpleNamespace(datasets=[SimpleNamespace(prompts=[], label="")])
     [told] = look_at_run(cast(Job, SimpleNamespace(prompts=prompts, rewards=None)), run, config, "")
     assert "'</answer>'" in told
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlctl.data.prompt_rows import PromptSource
+from rlctl.data.prompt_rows import PromptDataset
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 from rlctl.processes.child import MAIN
@@ -26,11 +26,11 @@ from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig, RewardTerm
 
 
-def gym(task: str, **params: int) -> PromptSource:
+def gym(task: str, **params: int) -> PromptDataset:
     return open_prompts(DataConfig(name=f"reasoning-gym:{task}", params=params, size=20), seed=3)
 
 
-def jsonl(directory: Path, *records: dict) -> PromptSource:
+def jsonl(directory: Path, *records: dict) -> PromptDataset:
     path = directory / "data.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
     return open_prompts(DataConfig(name=str(path)))
@@ -40,7 +40,7 @@ def reward(*names: str, extract: str = "auto", timeout_s: float = 60.0) -> Rewar
     return RewardConfig(terms=tuple(RewardTerm(name=name) for name in names), extract=extract, timeout_s=timeout_s)
 
 
-def score(plan: RewardPlan, source: PromptSource, *completions: str, index: int = 0) -> GroupScores:
+def score(plan: RewardPlan, source: PromptDataset, *completions: str, index: int = 0) -> GroupScores:
     """Scores `completions` as one group of row `index`."""
     worker = RewardWorker(plan, fetch=lambda handle: {"handle": list(completions)}[handle])
     try:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rlctl.data.prompt_rows import PromptRow, PromptSource
+from rlctl.data.prompt_rows import PromptDataset, PromptRow
 from rlctl.data.prompts import open_gym
 from rlctl.errors import InputError, MachineError
 from rlctl.rewards.extraction import choose_extraction, vote
@@ -15,11 +15,11 @@ from rlctl.rewards.tag_scorers import TAG_SCORERS
 from rlctl.settings.data import DataConfig
 
 
-def gym(task: str, **params: int) -> PromptSource:
+def gym(task: str, **params: int) -> PromptDataset:
     return open_gym(f"reasoning-gym:{task}", DataConfig(params=params, size=20), seed=3)
 
 
-def task_scorer(source: PromptSource) -> TaskScorer:
+def task_scorer(source: PromptDataset) -> TaskScorer:
     assert source.task is not None
     return TaskScorer(source.task, choose_extraction(source)[0])
 

@@ -48,7 +48,7 @@ def test_next_to_each_completion_stands_that_of_another_row(
     stream = opened(labels(8), validation={"holdout": count, "at_end": True}, run={"seed": seed})
     held = HeldOutTexts.open(opened.config, stream, tiny_llama)  # type: ignore[attr-defined]
     assert held is not None
-    trained = [stream.sources[0].prompts[index] for index in range(8 - count)]
+    trained = [stream.datasets[0].prompts[index] for index in range(8 - count)]
     for of, rows in ((stream, trained), (held.stream, held.rows)):
         if len(rows) == 1 and of is stream:
             with pytest.raises(InputError, match=r"every row of .*rows.jsonl has this prompt.*at least two prompts"):
@@ -79,7 +79,7 @@ def test_kto_compares_a_completion_with_the_next_one_of_another_prompt(opened: O
     """KTO (2402.01306), equation 8: y' is of another prompt than x. The rule is written out here in a second form."""
     rows = [{"prompt": prompt, "completion": f"c{n}", "label": n % 2 == 0} for n, prompt in enumerate(prompts)]
     stream, same = opened(rows), [" ".join(str(prompt).split()) for prompt in prompts]
-    read = [stream.sources[0].prompts[n] for n in range(len(rows))]
+    read = [stream.datasets[0].prompts[n] for n in range(len(rows))]
     for n, row in enumerate(read):
         expected = min((m for m in range(len(rows)) if same[m] != same[n]), key=lambda m: (m - n) % len(rows))
         own, other = stream.texts(row)
@@ -99,7 +99,7 @@ def test_a_held_out_completion_of_kto_is_compared_with_another_prompt_of_the_dat
         (row,) = held.rows
         if row.prompt == "b":
             continue
-        other = next(one for one in map(stream.sources[0].prompts.__getitem__, range(5)) if one.prompt == "b")
+        other = next(one for one in map(stream.datasets[0].prompts.__getitem__, range(5)) if one.prompt == "b")
         assert learned(held.stream.texts(row)[1]) == learned(stream.texts(other)[0])
 
 

@@ -183,7 +183,7 @@ def test_one_source_has_the_order_of_its_own(tiny_llama: Path, files: tuple[str,
     assert [made.prompt_at(position).index for position in range(12)] == rows(order, 0, 12)
     assert made.prompt_at(0).source == ""
     assert made.describe() == [f"data: {files[0]} (5 prompts)"]
-    assert made.fingerprint() == made.sources[0].prompts.fingerprint()
+    assert made.fingerprint() == made.datasets[0].prompts.fingerprint()
     assert made.state() == {}
 
 
@@ -260,12 +260,12 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tiny_llama: Path, tm
 
 def test_a_prompt_that_is_too_long_loses_its_beginning(tiny_llama: Path, tmp_path: Path) -> None:
     made = stream(tiny_llama, name=file(tmp_path, {"prompt": "q"}, {"prompt": "long " * 99}), too_long="cut")
-    whole = [made.tokens(made.sources[0].prompts[index]) for index in range(2)]
+    whole = [made.tokens(made.datasets[0].prompts[index]) for index in range(2)]
     made.limit, made.room = 60, 48
     made.require_fit()
-    assert [made.tokens(made.sources[0].prompts[index]) for index in range(2)] == [whole[0], whole[1][-48:]]
+    assert [made.tokens(made.datasets[0].prompts[index]) for index in range(2)] == [whole[0], whole[1][-48:]]
     assert made.notes() == [
-        f"1 prompt keeps its last 48 tokens (data.too_long=cut), the first in {made.sources[0].prompts[1].where}"
+        f"1 prompt keeps its last 48 tokens (data.too_long=cut), the first in {made.datasets[0].prompts[1].where}"
     ]
 
 

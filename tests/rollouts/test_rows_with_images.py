@@ -48,12 +48,12 @@ def test_rows_with_broken_images_are_refused_or_left_out(tmp_path: Path) -> None
     with pytest.raises(InputError, match=r"rows.jsonl, line 2, cut.png: the image is damaged"):
         opened("stop")
     stream = opened("drop")
-    assert [row.where.rpartition(" ")[2] for row in (stream.sources[0].prompts[place] for place in range(3))] == [
+    assert [row.where.rpartition(" ")[2] for row in (stream.datasets[0].prompts[place] for place in range(3))] == [
         "1",
         "5",
         "6",
     ]
-    assert len(stream.sources[0].prompts) == 3
+    assert len(stream.datasets[0].prompts) == 3
     validation = {"every": 1, "data": {"name": str(path)}}
     data = {"name": str(path), "broken_images": "drop"}
     reward = {"terms": [{"name": "exact-match"}]}

@@ -231,7 +231,7 @@ def test_other_prompts_have_scorers_of_their_own(tiny_llama: Path, tmp_path: Pat
     assert data is not None
     assert (data.label, len(data.rows), data.rewards.scorers) == ("reasoning-gym:gcd", 256, ("task",))
     assert (data.sampling.temperature, data.sampling.top_p) == (0.7, 0.9)
-    assert len(prompts.sources[0].prompts) == 30
+    assert len(prompts.datasets[0].prompts) == 30
 
 
 @pytest.mark.usefixtures("untried")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlctl.data.prompt_rows import PromptRow, PromptSource
+from rlctl.data.prompt_rows import PromptDataset, PromptRow
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError, suggest
 from rlctl.settings.data import DataConfig
@@ -92,7 +92,7 @@ def known_benchmark(name: str) -> tuple[Benchmark, str | None] | None:
     return (BENCHMARKS[short], path or None) if short in BENCHMARKS else None
 
 
-def open_benchmark(name: str, benchmark: Benchmark, path: str | None, data: DataConfig) -> PromptSource:
+def open_benchmark(name: str, benchmark: Benchmark, path: str | None, data: DataConfig) -> PromptDataset:
     """Open the rows of a short name. Raises InputError where they cannot be had, or lack a field."""
     try:
         rows = open_prompts(data)

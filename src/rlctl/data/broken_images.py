@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.image_sources import ImageSource
-from rlctl.data.prompt_rows import PromptRow, PromptSource
+from rlctl.data.prompt_rows import PromptDataset, PromptRow
 from rlctl.errors import InputError
 from rlctl.settings.data import DataConfig
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def broken_images(
-    rows: Sequence[PromptRow] | PromptSource, most: int, processor: ImageProcessor
+    rows: Sequence[PromptRow] | PromptDataset, most: int, processor: ImageProcessor
 ) -> dict[int, InputError]:
     """Return the error of each of the first `most` rows that has an image which cannot be decoded, or which the
     processor refuses, by its place."""

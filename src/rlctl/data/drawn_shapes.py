@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlctl.data.image_sources import IMAGE
-from rlctl.data.prompt_rows import PromptRow, PromptSource, instructions
+from rlctl.data.prompt_rows import PromptDataset, PromptRow, instructions
 from rlctl.data.row_types import PROMPTS, RowType
 from rlctl.settings.data import DataConfig
 
@@ -104,7 +104,7 @@ def _draw(canvas: ImageDraw.ImageDraw, shape: str, box: Box, ink: tuple[int, int
         canvas.polygon([(left + side // 2, top), (left, bottom), (right, bottom)], fill=ink)
 
 
-def open_shapes(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> PromptSource:
+def open_shapes(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> PromptDataset:
     """Return the rows of the task, with what training on texts, pairs and labels reads as well."""
 
     def row(index: int) -> PromptRow:
@@ -114,4 +114,4 @@ def open_shapes(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> Pro
         return rows.read(record, index, f"{DRAWN_SHAPES}, picture {index}", data)
 
     identity = {"source": DRAWN_SHAPES, "seed": seed}
-    return PromptSource(DRAWN_SHAPES, data.size or DEFAULT_ROWS, row, identity, instructions(data))
+    return PromptDataset(DRAWN_SHAPES, data.size or DEFAULT_ROWS, row, identity, instructions(data))

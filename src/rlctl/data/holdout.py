@@ -1,4 +1,4 @@
-"""A part of a source of prompts that training does not see, and the prompts of a run's validation."""
+"""A part of a dataset of prompts that training does not see, and the prompts of a run's validation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from rlctl.data.drawn_shapes import DRAWN_SHAPES
 from rlctl.data.image_sources import IMAGES
-from rlctl.data.prompt_rows import GYM_PREFIX, PromptSource
+from rlctl.data.prompt_rows import GYM_PREFIX, PromptDataset
 from rlctl.data.prompts import MOST_QUESTIONS, open_prompts
 from rlctl.data.row_types import PROMPTS, RowType
 from rlctl.data.templates import template_of
@@ -20,7 +20,7 @@ from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import DataConfig, ValidationData
 
 MOST_READ, MOST_MADE = 200_000, 2_000
-"""Rows of a source whose prompts are compared; fewer where rows are made when asked for, which takes longer."""
+"""Rows of a dataset whose prompts are compared; fewer where rows are made when asked for, which takes longer."""
 
 
 def columns_of_prompts(config: RlctlConfig, data: DataConfig) -> Collection[str] | None:
@@ -31,20 +31,20 @@ def columns_of_prompts(config: RlctlConfig, data: DataConfig) -> Collection[str]
 
 
 def hold_out(
-    source: PromptSource, count: int, seed: int, columns: Collection[str] | None = ()
-) -> tuple[PromptSource, PromptSource | None]:
+    dataset: PromptDataset, count: int, seed: int, columns: Collection[str] | None = ()
+) -> tuple[PromptDataset, PromptDataset | None]:
     """Return the prompts to train on, and `count` others that `seed` chooses. Rows with an equal prompt, up to white
     space, go together. Raises InputError where none is left."""
     if not count:
-        return source, None
-    size = len(source)
+        return dataset, None
+    size = len(dataset)
     if count >= size:
         raise InputError(
-            f"validation.holdout = {count} leaves nothing to train on: {source.label} has {size} prompts.",
+            f"validation.holdout = {count} leaves nothing to train on: {dataset.label} has {size} prompts.",
             "Lower it, or name other prompts with --set validation.data.name=...",
         )
-    compared = size <= (MOST_READ if source.checked > 1 else MOST_MADE)
-    prompts_N = _prompts(source, columns) if compared else np.arange(size)
+    compared = size <= (MOST_READ if dataset.checked > 1 else MOST_MADE)
+    prompts_N = _prompts(dataset, columns) if compared else np.arange(size)
     draws_N = np.random.PCG64(np.random.SeedSequence((seed, size))).random_raw(size)
     _, first_G, of_N, sizes_G = np.unique(prompts_N, return_index=True, return_inverse=True, return_counts=True)
     order_G = np.argsort(draws_N[first_G], kind="stable")
@@ -64,20 +64,20 @@ def hold_out(
             rest_N, left_out = ~held_N, 0
             notes.append(f"{lacking:,} held-out rows have a prompt that is trained, because most rows have the same")
     identity = {"held_out": count, **({"prompts": len(first_G)} if len(first_G) < size else {})}
-    train = source.only(np.flatnonzero(rest_N), **identity)
-    return replace(train, notes=(*source.notes, *notes)), source.only(np.flatnonzero(held_N), **identity)
+    train = dataset.only(np.flatnonzero(rest_N), **identity)
+    return replace(train, notes=(*dataset.notes, *notes)), dataset.only(np.flatnonzero(held_N), **identity)
 
 
-def _prompts(source: PromptSource, columns: Collection[str] | None) -> np.ndarray:
+def _prompts(dataset: PromptDataset, columns: Collection[str] | None) -> np.ndarray:
     """Return a number for each row [N], the same for rows whose prompts the model reads alike up to white space."""
     numbers: dict[Any, int] = {}
-    keys = (_read(source, index, columns) for index in range(len(source)))
+    keys = (_read(dataset, index, columns) for index in range(len(dataset)))
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
-def _read(source: PromptSource, index: int, columns: Collection[str] | None) -> Any:
+def _read(dataset: PromptDataset, index: int, columns: Collection[str] | None) -> Any:
     try:
-        row = source[index]
+        row = dataset[index]
     except InputError:  # reported when the run draws it
         return index
     if not row.prompt:  # if the environment starts the conversation
@@ -122,8 +122,8 @@ def validation_data(data: DataConfig, validation: ValidationData) -> DataConfig:
 
 
 def open_validation(
-    config: RlctlConfig, held_out: PromptSource | None, rows: RowType = PROMPTS
-) -> tuple[PromptSource, DataConfig]:
+    config: RlctlConfig, held_out: PromptDataset | None, rows: RowType = PROMPTS
+) -> tuple[PromptDataset, DataConfig]:
     """Return the validation prompts and their encoder. Raises ConfigError without any. reasoning-gym questions and
     drawn pictures use seeds unused in training."""
     data = validation_data(config.data, config.validation.data)

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlctl.data.image_rows import PART_TYPES, is_refcoco, part_image, with_images
 from rlctl.data.image_sources import IMAGES, MARK
-from rlctl.data.prompt_rows import Messages, PromptRow, PromptSource, from_json
+from rlctl.data.prompt_rows import Messages, PromptDataset, PromptRow, from_json
 from rlctl.data.refcoco import ADDED, refcoco_record
 from rlctl.data.templates import ANSWER, PROMPT, missing_column, template_of
 from rlctl.errors import InputError, suggest
@@ -254,7 +254,7 @@ def _message(value: Any, field_name: str, where: str) -> dict[str, Any]:
     return {"role": role, "content": content, **thoughts, **({IMAGES: images} if images else {})}
 
 
-def difficulties(source: PromptSource, data: DataConfig) -> np.ndarray:
+def difficulties(dataset: PromptDataset, data: DataConfig) -> np.ndarray:
     """Return how difficult each row is, float64 [rows]. Raises InputError for a row without a number."""
     path = data.difficulty_field
     if path is None:
@@ -262,7 +262,7 @@ def difficulties(source: PromptSource, data: DataConfig) -> np.ndarray:
             "data.order = difficulty needs the field of a row's difficulty.",
             "Name it with --set data.difficulty_field=...",
         )
-    return np.array([_difficulty(source[index], path) for index in range(len(source))], dtype=np.float64)
+    return np.array([_difficulty(dataset[index], path) for index in range(len(dataset))], dtype=np.float64)
 
 
 def _difficulty(row: PromptRow, path: str) -> float:

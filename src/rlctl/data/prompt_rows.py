@@ -27,17 +27,17 @@ class PromptRow:
     """One question."""
 
     index: int
-    """Row of the source, from 0."""
+    """Row of the dataset, from 0."""
     where: str
     """How to name the row in a message, for example `data.jsonl, line 3`."""
     prompt: str | Messages
     """A text, or chat messages with `role` and `content`."""
     answer: Any
-    """The reference answer; None where the source has none."""
+    """The reference answer; None where the dataset has none."""
     fields: dict[str, Any] = field(default_factory=dict)
     """The row's fields for templates and reward functions, except `prompt` and `answer`."""
     source: str = ""
-    """The source that it is from, where a run has several."""
+    """Label of its dataset (`data.sources`), where a run has several."""
 
     @property
     def tools(self) -> list[Any]:
@@ -84,8 +84,8 @@ class GymTask:
 
 
 @dataclass(frozen=True)
-class PromptSource:
-    """A finite, indexable source of prompts."""
+class PromptDataset:
+    """A finite, indexable dataset of prompts."""
 
     label: str
     """The name that the user gave it."""
@@ -110,8 +110,8 @@ class PromptSource:
             raise IndexError(index)
         return self.row_at(index)
 
-    def only(self, rows: np.ndarray, **identity: Any) -> PromptSource:
-        """Return a source of some rows, renumbered from 0 for pass-rate orders and neighbors; `identity` distinguishes
+    def only(self, rows: np.ndarray, **identity: Any) -> PromptDataset:
+        """Return a dataset of some rows, renumbered from 0 for pass-rate orders and neighbors; `identity` distinguishes
         it."""
         return replace(
             self,

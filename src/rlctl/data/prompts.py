@@ -17,7 +17,7 @@ from rlctl.data.gym_questions import contents_digest, questions_of
 from rlctl.data.gym_tasks import build_task, gym_registry
 from rlctl.data.image_rows import COLUMNS, holds_images
 from rlctl.data.prompt_records import MESSAGES
-from rlctl.data.prompt_rows import GYM_PREFIX, GymTask, PromptRow, PromptSource, instructions
+from rlctl.data.prompt_rows import GYM_PREFIX, GymTask, PromptDataset, PromptRow, instructions
 from rlctl.data.records import arrow_records, digest_of, files_in, folder_in, is_file_name, records_of
 from rlctl.data.row_types import PROMPTS, RowType
 from rlctl.errors import AbsentError, InputError, MachineError, first_line, suggest
@@ -35,7 +35,7 @@ CHECKED_ROWS = 1000
 """Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""
 
 
-def open_prompts(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> PromptSource:
+def open_prompts(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> PromptDataset:
     """Open and check the source of `data.name`; only Hugging Face datasets download. `seed` is for reasoning-gym tasks
     without one; `rows` reads a row. Raises InputError for a missing source, row or field."""
     name = data.name
@@ -54,23 +54,23 @@ def open_prompts(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> Pr
     return of_files(name, files, data, rows) if isinstance(files, list) else of_dataset(name, files, data, rows)
 
 
-def open_episodes(environment: str, size: int | None) -> PromptSource:
+def open_episodes(environment: str, size: int | None) -> PromptDataset:
     """Return the rows of an environment that makes its own tasks from the seeds of its episodes: they hold nothing."""
 
     def row(index: int) -> PromptRow:
         return PromptRow(index, f"episode {index} of {environment}", [], None)
 
-    return PromptSource(environment, size or DEFAULT_SIZE, row, {"source": f"environment {environment}"})
+    return PromptDataset(environment, size or DEFAULT_SIZE, row, {"source": f"environment {environment}"})
 
 
-def of_files(label: str, files: list[Path], data: DataConfig, row_type: RowType = PROMPTS) -> PromptSource:
+def of_files(label: str, files: list[Path], data: DataConfig, row_type: RowType = PROMPTS) -> PromptDataset:
     """Return the rows of data files (the first `data.size`). Raises InputError naming the file and the line."""
     records = islice(records_of(files, partial(row_type.template_columns, data=data)), data.size)
     rows = [row_type.read(record, index, where, data) for index, (where, record) in enumerate(records)]
     if not rows:
         raise InputError(f"{label} has no rows.", "Give a file with at least one prompt.")
     identity = {"sha256": digest_of(files)}
-    return PromptSource(label, len(rows), rows.__getitem__, identity, instructions(data), checked=len(rows))
+    return PromptDataset(label, len(rows), rows.__getitem__, identity, instructions(data), checked=len(rows))
 
 
 def shows_images(data: DataConfig) -> bool:
@@ -95,7 +95,7 @@ def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
     return (record for index in range(len(dataset)) for record in arrow_records(arrow[index]))
 
 
-def of_dataset(label: str, dataset: Dataset, data: DataConfig, row_type: RowType = PROMPTS) -> PromptSource:
+def of_dataset(label: str, dataset: Dataset, data: DataConfig, row_type: RowType = PROMPTS) -> PromptDataset:
     """Return the rows of one split, memory-mapped by `datasets`."""
     if len(dataset) == 0:
         raise InputError(f"Dataset {label} (split {data.split}) has no rows.")
@@ -122,10 +122,10 @@ def of_dataset(label: str, dataset: Dataset, data: DataConfig, row_type: RowType
     # `datasets` hashes the files of the dataset and every operation on it into this.
     identity = {"source": label, "split": data.split, "fingerprint": dataset._fingerprint}
     size = len(dataset) if data.size is None else min(len(dataset), data.size)
-    source = PromptSource(label, size, row, identity, instructions(data), checked=min(size, CHECKED_ROWS))
-    for index in range(source.checked):
+    opened = PromptDataset(label, size, row, identity, instructions(data), checked=min(size, CHECKED_ROWS))
+    for index in range(opened.checked):
         row(index)
-    return source
+    return opened
 
 
 def _found(name: str, data: DataConfig) -> list[Path] | Dataset:
@@ -180,7 +180,7 @@ def download_of(name: str) -> str:
     return f"`hf download {name.partition(':')[0]} --repo-type dataset`"
 
 
-def open_gym(name: str, data: DataConfig, seed: int, row_type: RowType = PROMPTS) -> PromptSource:
+def open_gym(name: str, data: DataConfig, seed: int, row_type: RowType = PROMPTS) -> PromptDataset:
     """Return the source of `reasoning-gym:<task>[:key=value,...]`; row i depends on task, parameters, seed and i.
     Parameters in the name override `data.params`. Raises InputError for an unknown task or parameter, or a refused
     value."""
@@ -215,4 +215,4 @@ def open_gym(name: str, data: DataConfig, seed: int, row_type: RowType = PROMPTS
     version = importlib.metadata.version("reasoning_gym")
     identity = {"source": f"{GYM_PREFIX}{task.name}", "params": task.params, "reasoning_gym": version}
     identity["contents"] = contents_digest(dataset)
-    return PromptSource(name, len(dataset), row, identity, instructions(data), task)
+    return PromptDataset(name, len(dataset), row, identity, instructions(data), task)

@@ -108,7 +108,7 @@ class Encoded:
         template = config.model.chat_template
         return {
             "model": self.identity,
-            "data": task.source.fingerprint(),
+            "data": task.dataset.fingerprint(),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,

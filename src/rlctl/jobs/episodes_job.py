@@ -40,9 +40,9 @@ def episodes_job(
     if checkpoint is not None and compares:
         raise InputError("--check applies to a model: a checkpoint's refit is verified anyway.", "Leave it out.")
     prompts = PromptStream.open_rollouts(job.config, job.model.source.directory)
-    for note in prompts.sources[0].encoder.notes_on(prompts.prompt_at(position) for position in range(count)):
+    for note in prompts.datasets[0].encoder.notes_on(prompts.prompt_at(position) for position in range(count)):
         tell(note)
-    listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
+    listed = [(dataset.label, dataset.reward, dataset.prompts) for dataset in prompts.datasets]
     opened, time = prompts.encoder.opens_thought, job.config.model.chat_template_time
     rewards = mixed_rewards(listed, opened=opened, time=time) if any_reward(listed) else None
     if rewards is None and prompts.environment is None:

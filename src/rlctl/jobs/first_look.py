@@ -20,7 +20,7 @@ SHOWN_COLUMNS = 60
 
 @dataclass(frozen=True)
 class FirstLook:
-    """The first prompt, or text, of each source as the model reads it, all lengths, and what the rewards give."""
+    """The first prompt, or text, of each dataset as the model reads it, all lengths, and what the rewards give."""
 
     prompts: tuple[FirstPrompt, ...]
     prompt_tokens: tuple[int, ...]
@@ -31,14 +31,14 @@ class FirstLook:
     @classmethod
     def of(cls, job: Job) -> FirstLook:
         prompts = []
-        for source in job.prompts.sources:
-            row = replace(source.prompts[0], source=source.label)
-            plan = job.rewards.of(source.label) if job.rewards else None
+        for dataset in job.prompts.datasets:
+            row = replace(dataset.prompts[0], source=dataset.label)
+            plan = job.rewards.of(dataset.label) if job.rewards else None
             read = job.prompts.encoded(row)
             trained = None
             if isinstance(job.prompts, TextStream):
                 trained = max((int(text.mask_T.sum()) for text in job.prompts.texts(row)), default=0)
-            text, trials = _with_images_named(read, source.encoder), plan.trials if plan else ()
+            text, trials = _with_images_named(read, dataset.encoder), plan.trials if plan else ()
             images, seen = len(read.media), sum(part.tokens for part in read.media)
             prompts.append(FirstPrompt(row.where, len(read.tokens), text, trials, trained, images, seen))
         return cls(tuple(prompts), job.prompt_tokens, job.prompts.kind)

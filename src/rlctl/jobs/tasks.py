@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlctl.data.benchmarks import BENCHMARKS, known_benchmark, near_benchmark, open_benchmark
 from rlctl.data.drawn_shapes import DRAWN_SHAPES
-from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource
+from rlctl.data.prompt_rows import GYM_PREFIX, PromptDataset, PromptRow
 from rlctl.data.prompts import MOST_QUESTIONS, open_episodes, open_prompts
 from rlctl.data.records import suffix_of
 from rlctl.errors import InputError
@@ -29,7 +29,7 @@ class Task:
     """A task with the prompts that are asked."""
 
     label: str
-    source: PromptSource
+    dataset: PromptDataset
     data: DataConfig
     """How its prompts are put to a model."""
     rewards: RewardPlan | None
@@ -38,7 +38,7 @@ class Task:
 
     @cached_property
     def prompts(self) -> list[PromptRow]:
-        return [self.source[row] for row in self.rows]
+        return [self.dataset[row] for row in self.rows]
 
 
 def open_task(name: str, config: RolloutConfig, limit: int | None) -> Task:
@@ -51,13 +51,13 @@ def open_task(name: str, config: RolloutConfig, limit: int | None) -> Task:
     known = known_benchmark(name)
     if name == DRAWN_SHAPES:
         data = config.data.model_copy(update={"name": name, "params": {}, "size": None})
-        source = open_prompts(data, seed=config.run.seed + MOST_QUESTIONS)
+        dataset = open_prompts(data, seed=config.run.seed + MOST_QUESTIONS)
         reward = RewardConfig(terms=(RewardTerm(name="exact-match"),), extract="full", timeout_s=reward.timeout_s)
     elif name.startswith(GYM_PREFIX):
         same = name.split(":")[1:2] == (config.data.name or "").removeprefix(GYM_PREFIX).split(":")[:1]
         params = {k: v for k, v in config.data.params.items() if same and k not in ("seed", "size")}
         data = config.data.model_copy(update={"name": name, "params": params, "size": None})
-        source = open_prompts(data, seed=config.run.seed + MOST_QUESTIONS)
+        dataset = open_prompts(data, seed=config.run.seed + MOST_QUESTIONS)
         reward = RewardConfig(extract=reward.extract, timeout_s=reward.timeout_s)
     elif known is not None:
         benchmark, path = known
@@ -69,24 +69,24 @@ def open_task(name: str, config: RolloutConfig, limit: int | None) -> Task:
                 "prompt_template": config.data.prompt_template or data.prompt_template,
             }
         )
-        source = open_benchmark(name, benchmark, path, data)
+        dataset = open_benchmark(name, benchmark, path, data)
         reward = benchmark.reward.model_copy(update={"timeout_s": reward.timeout_s})
     else:
         _require_source(name)
         data = config.data.model_copy(update={"name": name, "params": {}, "size": None})
-        source = open_prompts(data)
+        dataset = open_prompts(data)
         # A run's terms may have the scorer of its own task among others.
         plain = {"name": "exact-match"}
         terms = [term.model_copy(update=plain) if term.name == "task" else term for term in reward.terms]
         reward = reward.model_copy(update={"terms": tuple(terms) or (RewardTerm(name="exact-match"),)})
     # A sample without a score would make the metrics those of other samples.
     on_error = "zero" if config.reward.on_error == "zero" else "stop"
-    plan = prepare_rewards(reward.model_copy(update={"on_error": on_error}), source)
+    plan = prepare_rewards(reward.model_copy(update={"on_error": on_error}), dataset)
     if limit is None and _makes_rows(name):
         limit = GYM_PROMPTS
-    count = min(len(source), limit or len(source))
-    order = PromptOrder(len(source), config.run.seed)  # a part of a sorted data set is a fair one
-    return Task(name, source, data, plan, tuple(order.at(place) for place in range(count)))
+    count = min(len(dataset), limit or len(dataset))
+    order = PromptOrder(len(dataset), config.run.seed)  # a part of a sorted data set is a fair one
+    return Task(name, dataset, data, plan, tuple(order.at(place) for place in range(count)))
 
 
 def open_environment(config: RolloutConfig, limit: int | None) -> Task:

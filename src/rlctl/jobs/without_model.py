@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rlctl.data.holdout import columns_of_prompts, hold_out, open_validation
 from rlctl.data.mixing import SourceSettings, source_settings
-from rlctl.data.prompt_rows import GYM_PREFIX, PromptSource
+from rlctl.data.prompt_rows import GYM_PREFIX, PromptDataset
 from rlctl.data.prompts import download_of, open_prompts
 from rlctl.environments.environment_plan import plan_environment
 from rlctl.environments.process import EnvironmentHost
@@ -36,23 +36,23 @@ def check_without_model(config: RlctlConfig, completion: str | None = None) -> C
     """Open the data, try the rewards (also on `completion`) and import the environment, as far as that needs no
     tokenizer. Raises InputError for what is wrong with any of them; sources on the hub that are absent are skipped."""
     passed, skipped, trials = list[str](), list[str](), list[Trial]()
-    opened = list[PromptSource]()
+    opened = list[PromptDataset]()
     method = method_from_config(config, tries_loss=False)
     scored = _scored(config)
     for origin in _sources(config):
         name = origin.label or str(origin.data.name)
         try:
-            source = open_prompts(origin.data, config.run.seed, method.rows)
+            dataset = open_prompts(origin.data, config.run.seed, method.rows)
         except AbsentError:
             fetched = f"the dataset is not on this machine; {download_of(str(origin.data.name))} fetches it"
             skipped.append(f"rows of {name}{' and their rewards' * scored}: {fetched}")
             if scored:
                 passed.append(f"reward: {require_usable(origin.reward, name)} can be loaded")
             continue
-        opened.append(source)
-        passed.append(f"data: {name} ({len(source):,} row{'s' * (len(source) != 1)})")
+        opened.append(dataset)
+        passed.append(f"data: {name} ({len(dataset):,} row{'s' * (len(dataset) != 1)})")
         if scored:
-            plan = prepare_rewards(origin.reward, source, completion, apart=True)
+            plan = prepare_rewards(origin.reward, dataset, completion, apart=True)
             passed += plan.describe()
             trials += plan.trials
     skipped += _validation(config, method, opened)
@@ -73,7 +73,7 @@ def _scored(config: RlctlConfig) -> bool:
     return config.has_scores(has_scorer)
 
 
-def _validation(config: RlctlConfig, method: Method, opened: list[PromptSource]) -> Iterator[str]:
+def _validation(config: RlctlConfig, method: Method, opened: list[PromptDataset]) -> Iterator[str]:
     if not config.validation.wanted:
         return
     held_out = None

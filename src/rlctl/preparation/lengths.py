@@ -36,7 +36,7 @@ def steps_of_epochs(resolved: Resolved, prompts: PromptStream) -> int | None:
     config = resolved.config
     if config.run.epochs is None or resolved.origin["run.steps"].startswith(("flag", "--set")):
         return None
-    rows = sum(len(dataset.prompts) for dataset in prompts.sources)
+    rows = sum(len(dataset.prompts) for dataset in prompts.datasets)
     steps = max(1, math.ceil(config.run.epochs * rows / config.batch.prompts))
     prompts.planned = config.batch.prompts * steps
     return steps
@@ -52,7 +52,7 @@ def tell_of_little_room(tell: Tell, prompt_tokens: Sequence[int], new: int, leng
 
 def repeated_rows(config: RlctlConfig, prompts: PromptStream) -> list[str]:
     """Return a note if one step uses the same rows several times."""
-    rows, taken = sum(len(dataset.prompts) for dataset in prompts.sources), config.batch.prompts
+    rows, taken = sum(len(dataset.prompts) for dataset in prompts.datasets), config.batch.prompts
     if rows >= taken:
         return []
     least, most = taken // rows, -(-taken // rows)

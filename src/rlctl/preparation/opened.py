@@ -105,7 +105,7 @@ def _decided_by_data(
 
 def _is_idle_time(resolved: Resolved, prompts: PromptStream, rewards: Rewards | None) -> bool:
     scored = rewards is not None and any(name.startswith(MODEL) for name in rewards.scorers)
-    written = scored or any(dataset.encoder.writes_time for dataset in prompts.sources)
+    written = scored or any(dataset.encoder.writes_time for dataset in prompts.datasets)
     return resolved.origin[TIME] == CLOCK and not written
 
 
@@ -115,7 +115,7 @@ def _tried_rewards(
     """Try the rewards of all sources and return them; None: nothing is scored."""
     if not is_scored(method, prompts):
         return None
-    datasets = [(dataset.label, dataset.reward, dataset.prompts) for dataset in prompts.sources]
+    datasets = [(dataset.label, dataset.reward, dataset.prompts) for dataset in prompts.datasets]
     opened, time = prompts.encoder.opens_thought, config.model.chat_template_time
     return mixed_rewards(datasets, completion, apart=True, opened=opened, time=time)
 

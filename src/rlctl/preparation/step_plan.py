@@ -37,7 +37,7 @@ def step_plan(
 
 
 def is_scored(method: Method, prompts: PromptStream | None) -> bool:
-    datasets = prompts.sources if prompts and method.config.rollout_settings else ()
+    datasets = prompts.datasets if prompts and method.config.rollout_settings else ()
     return method.config.has_scores(
         bool(datasets) and any_reward((dataset.label, dataset.reward, dataset.prompts) for dataset in datasets)
     )

@@ -15,7 +15,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.preparation.job import Job
 from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.rewards.scoring_process import ScoringProcess, Work
-from rlctl.rollouts.prompt_order import OpenedSource
+from rlctl.rollouts.prompt_order import OpenedDataset
 from rlctl.runs.directory import RunDirectory
 from rlctl.runs.samples import read_samples
 from rlctl.settings.config import RlctlConfig
@@ -23,7 +23,7 @@ from rlctl.telemetry.conversation import conversation
 from rlctl.telemetry.metrics import read_metrics
 
 MOST_ROWS, MOST_S = 2000, 30.0
-"""Maximum number of rows checked per source, and the time limit in seconds."""
+"""Maximum number of rows checked per dataset, and the time limit in seconds."""
 SCORED = 8
 """Number of rows whose reference answers are scored."""
 
@@ -31,22 +31,22 @@ SCORED = 8
 def look_at_rows(job: Job, config: RlctlConfig, facts: ModelFacts, generated: Container[str]) -> list[str]:
     """Return notices about rows that a run of `config` would read, except rows of `generated` files. `job`: the
     rehearsal's."""
-    given_sources = [source for source in job.prompts.sources if source.prompts.label not in generated]
-    return [notice for source in given_sources for notice in _notices_of_rows(job, source, config, facts)]
+    given = [dataset for dataset in job.prompts.datasets if dataset.prompts.label not in generated]
+    return [notice for dataset in given for notice in _notices_of_rows(job, dataset, config, facts)]
 
 
-def _notices_of_rows(job: Job, source: OpenedSource, config: RlctlConfig, facts: ModelFacts) -> Iterator[str]:
+def _notices_of_rows(job: Job, dataset: OpenedDataset, config: RlctlConfig, facts: ModelFacts) -> Iterator[str]:
     length = config.model.max_length or facts.max_length
     new = config.turn_tokens
     limit, job.prompts.limit = job.prompts.limit, None
-    name, kind, deadline = source.label or source.prompts.label, job.prompts.kind, time.monotonic() + MOST_S
+    name, kind, deadline = dataset.label or dataset.prompts.label, job.prompts.kind, time.monotonic() + MOST_S
     failed: list[str] = []
     lengths: list[int] = []
-    for index in range(min(len(source.prompts), MOST_ROWS)):
+    for index in range(min(len(dataset.prompts), MOST_ROWS)):
         if time.monotonic() > deadline:
             break
         try:
-            row = replace(source.prompts[index], source=source.label)
+            row = replace(dataset.prompts[index], source=dataset.label)
             lengths.append(len(job.prompts.tokens(row)))
         except InputError as error:
             failed.append(error.message)
@@ -95,10 +95,10 @@ def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str)
     if (rollouts := config.rollout_settings) is None:
         return notices
     samples = read_samples(run.path)
-    for source in job.prompts.sources:
-        rows = [source.prompts[index] for index in range(min(SCORED, len(source.prompts)))]
+    for dataset in job.prompts.datasets:
+        rows = [dataset.prompts[index] for index in range(min(SCORED, len(dataset.prompts)))]
         if job.rewards is not None:
-            notices += _of_rewards(job.rewards.of(source.label), rows, samples, source.label)
+            notices += _of_rewards(job.rewards.of(dataset.label), rows, samples, dataset.label)
         texts = [sample.get("rendered", "") for sample in samples]
         texts += [turn.text for sample in samples for turn in conversation(sample)]
         texts += [answer_text(row.answer) for row in rows]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal, InvalidOperation
 from typing import Final, Literal
 
-from rlctl.data.prompt_rows import PromptSource
+from rlctl.data.prompt_rows import PromptDataset
 
 Extraction = Literal["last-number", "last-line", "boxed", "answer-tag", "choice", "full"]
 
@@ -213,10 +213,10 @@ def as_number(text: object) -> Decimal | None:
     return value if value.is_finite() else None
 
 
-def choose_extraction(source: PromptSource) -> tuple[Extraction, str]:
+def choose_extraction(dataset: PromptDataset) -> tuple[Extraction, str]:
     """Return the form of extraction that fits most rows of a dataset, and the reason."""
-    rows = source.sample(GENERATED_ROWS if source.task else SAMPLED_ROWS)
-    instructions = source.instructions + "\n" + rows[0].question
+    rows = dataset.sample(GENERATED_ROWS if dataset.task else SAMPLED_ROWS)
+    instructions = dataset.instructions + "\n" + rows[0].question
     answers = [row.answer for row in rows if row.answer is not None]
     if "<answer>" in instructions:
         return "answer-tag", "the prompts ask for <answer>"

@@ -14,7 +14,7 @@ from rlctl.config.files import user_path
 from rlctl.config.plugins import plugin_names
 from rlctl.config.user_code import MODEL, is_reference, split_reference
 from rlctl.data.prompt_records import USUAL_NAMES
-from rlctl.data.prompt_rows import PromptRow, PromptSource
+from rlctl.data.prompt_rows import PromptDataset, PromptRow
 from rlctl.errors import InputError, RlctlError, suggest
 from rlctl.processes.child import shell_variables
 from rlctl.rewards.extraction import GENERATED_ROWS, SAMPLED_ROWS, choose_extraction
@@ -31,37 +31,37 @@ QUICK = frozenset(("task", "exact-match"))
 
 def prepare_rewards(
     reward: RewardConfig,
-    source: PromptSource,
+    dataset: PromptDataset,
     completion: str | None = None,
     *,
     apart: bool = False,
     opened: bool = False,
     time: str | None = None,
 ) -> RewardPlan:
-    """Return the reward's plan for a source, after a trial of every scorer (`tried`). `completion` is tried too.
+    """Return the reward's plan for a dataset, after a trial of every scorer (`tried`). `completion` is tried too.
     `apart`: the training engine computes a reward model, untried here. `opened`: prompts open a thought. `time`: the
     time in a reward model's chat template. Raises InputError for unknown, unsuitable, unloadable or failing scorers."""
-    terms = _checked_terms(reward, source)
+    terms = _checked_terms(reward, dataset)
     names = [term.name for term in terms]
-    extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
+    extraction, reason = choose_extraction(dataset) if reward.extract == "auto" else (reward.extract, None)
     # The first term that compares with the reference answer decides accuracy.
     accuracy = next((name for name in names if name in BUILT_IN and name not in OF_FORM), None)
     plan = RewardPlan(
-        terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error, opened=opened,
+        terms, extraction, reason, dataset.task, accuracy, reward.timeout_s, on_error=reward.on_error, opened=opened,
         time=time, variables=shell_variables(),
     )  # fmt: skip
     local = tuple(term for term in terms if not (apart and term.name.startswith(MODEL)))
-    return replace(tried(replace(plan, terms=local), source, completion) if local else plan, terms=terms)
+    return replace(tried(replace(plan, terms=local), dataset, completion) if local else plan, terms=terms)
 
 
-def _checked_terms(reward: SourceReward, source: PromptSource) -> tuple[RewardTerm, ...]:
-    terms = reward.terms or ((RewardTerm(name="task"),) if source.task else ())
+def _checked_terms(reward: SourceReward, dataset: PromptDataset) -> tuple[RewardTerm, ...]:
+    terms = reward.terms or ((RewardTerm(name="task"),) if dataset.task else ())
     if not terms:
         raise InputError(
-            f"No reward: {source.label} has no scorer.",
+            f"No reward: {dataset.label} has no scorer.",
             "Give --reward exact-match, math-verify, ifeval, model:DIR or path/to/file.py:function.",
         )
-    terms = tuple(term.model_copy(update={"name": _checked_name(term.name, source)}) for term in terms)
+    terms = tuple(term.model_copy(update={"name": _checked_name(term.name, dataset)}) for term in terms)
     for term in terms:
         _require_params(term)
     names = [term.name for term in terms]
@@ -87,7 +87,7 @@ def _require_params(term: RewardTerm) -> None:
 def require_usable(reward: RewardConfig, label: str) -> str:
     """Return the names of the scorers of a dataset with remote rows. Raises InputError for unusable scorers."""
     terms = _checked_terms(
-        reward, PromptSource(label, 0, lambda index: PromptRow(index, label, "", None), {}, checked=0)
+        reward, PromptDataset(label, 0, lambda index: PromptRow(index, label, "", None), {}, checked=0)
     )
     local = tuple(term for term in terms if not term.name.startswith(MODEL))
     plan = RewardPlan(local, "full", None, None, None, reward.timeout_s)
@@ -97,7 +97,7 @@ def require_usable(reward: RewardConfig, label: str) -> str:
 
 
 def mixed_rewards(
-    sources: Iterable[tuple[str, RewardConfig, PromptSource]],
+    datasets: Iterable[tuple[str, RewardConfig, PromptDataset]],
     completion: str | None = None,
     *,
     apart: bool = False,
@@ -106,14 +106,14 @@ def mixed_rewards(
 ) -> Rewards:
     """Return the plan of one dataset, or the plans of several by label. Arguments as for `prepare_rewards`."""
     plans = {
-        label: prepare_rewards(reward, source, completion, apart=apart, opened=opened, time=time)
-        for label, reward, source in sources
+        label: prepare_rewards(reward, dataset, completion, apart=apart, opened=opened, time=time)
+        for label, reward, dataset in datasets
     }
     return MixedRewards(plans) if len(plans) > 1 else next(iter(plans.values()))
 
 
-def any_reward(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> bool:
-    return any(reward.terms or source.task for _, reward, source in sources)
+def any_reward(datasets: Iterable[tuple[str, RewardConfig, PromptDataset]]) -> bool:
+    return any(reward.terms or dataset.task for _, reward, dataset in datasets)
 
 
 def require_known(reward: SourceReward) -> None:
@@ -138,20 +138,20 @@ def _known_name(name: str) -> str:
     raise InputError(f"Unknown reward {name!r} (--reward).", hint)
 
 
-def _checked_name(name: str, source: PromptSource) -> str:
+def _checked_name(name: str, dataset: PromptDataset) -> str:
     """Return the name for the scoring process. Raises InputError if the scorer does not fit the data."""
     if name not in BUILT_IN:
         return _known_name(name)
-    if name == "task" and source.task is None:
-        problem = f"Reward 'task' is the scorer of a reasoning-gym task, and {source.label} is none."
+    if name == "task" and dataset.task is None:
+        problem = f"Reward 'task' is the scorer of a reasoning-gym task, and {dataset.label} is none."
         raise InputError(problem, "Use exact-match, math-verify or path/to/file.py:function.")
-    if name == "ifeval" and len(source) and not {"instruction_id_list", "kwargs"} <= source[0].fields.keys():
-        problem = f"Reward 'ifeval' judges by `instruction_id_list` and `kwargs`, which {source[0].where} lacks."
+    if name == "ifeval" and len(dataset) and not {"instruction_id_list", "kwargs"} <= dataset[0].fields.keys():
+        problem = f"Reward 'ifeval' judges by `instruction_id_list` and `kwargs`, which {dataset[0].where} lacks."
         raise InputError(problem, "Use data with the fields of google/IFEval.")
     if name in ("task", "ifeval", *OF_FORM):
         return name
-    for index in range(source.checked):  # a comparison
-        row = source[index]
+    for index in range(dataset.checked):  # a comparison
+        row = dataset[index]
         if row.answer is None:
             advice = "Name the one that holds it with --answer-field NAME." if index == 0 else "Leave the row out."
             usual = [field for field in USUAL_NAMES["--answer-field"] if field in row.fields]
@@ -177,16 +177,16 @@ UNUSUAL = (("an empty text", ""), ("a text without numbers", "I do not know."), 
 """Completions that models write. Functions that expect an answer fail on them."""
 
 
-def tried(plan: RewardPlan, source: PromptSource, completion: str | None = None) -> RewardPlan:
+def tried(plan: RewardPlan, dataset: PromptDataset, completion: str | None = None) -> RewardPlan:
     """Return the plan with scores of the first row's answer and `completion`, and notes on rejected reference answers
     and constant functions. Raises InputError for a failing function."""
-    row = source[0]
+    row = dataset[0]
     reference = plan.reference(row.answer if row.answer is not None else "")
     texts = [text for text in (reference, completion) if text is not None]
-    rows = tuple(source[index] for index in range(min(2, len(source))))
+    rows = tuple(dataset[index] for index in range(min(2, len(dataset))))
     with _scoring(plan) as (score, process):
         trials = _trials(plan, row, texts, score)
-        notes = [*_notes_of_references(plan, source, score), *_notes_of_functions(plan, rows, score)]
+        notes = [*_notes_of_references(plan, dataset, score), *_notes_of_functions(plan, rows, score)]
         compares = process is not None and process.compares
     return replace(plan, trials=trials, notes=tuple(notes), compares=compares, tried_rows=rows)
 
@@ -247,11 +247,11 @@ def _scoring(plan: RewardPlan) -> Iterator[tuple[Scoring, ScoringProcess | None]
         yield score, process
 
 
-def _notes_of_references(plan: RewardPlan, source: PromptSource, score: Scoring) -> Iterator[str]:
+def _notes_of_references(plan: RewardPlan, dataset: PromptDataset, score: Scoring) -> Iterator[str]:
     judging = [n for n, name in enumerate(plan.scorers) if name in BUILT_IN and name not in (*OF_FORM, "ifeval")]
     if not judging:
         return
-    rows = [row for row in source.sample(GENERATED_ROWS if source.task else SAMPLED_ROWS) if row.answer is not None]
+    rows = [row for row in dataset.sample(GENERATED_ROWS if dataset.task else SAMPLED_ROWS) if row.answer is not None]
     wrong: dict[int, list[tuple[PromptRow, Score]]] = {number: [] for number in judging}
     deadline, tried_rows = time.monotonic() + TRIED_S, 0
     batches = -(-len(rows) // ROWS_AT_ONCE)
@@ -264,7 +264,7 @@ def _notes_of_references(plan: RewardPlan, source: PromptSource, score: Scoring)
             if result.value is not None and result.value < 1 and not (result.failure or "").startswith(LATE):
                 wrong[piece.scorer].append((piece.row, result))
         tried_rows += len(batch)
-    total = f"{tried_rows:,} rows" if tried_rows == len(source) else f"{tried_rows:,} rows tried of {len(source):,}"
+    total = f"{tried_rows:,} rows" if tried_rows == len(dataset) else f"{tried_rows:,} rows tried of {len(dataset):,}"
     for number, wrong_rows in wrong.items():
         if wrong_rows:
             examples = sorted(wrong_rows, key=lambda wrong_row: wrong_row[0].index)[:SHOWN_ROWS]

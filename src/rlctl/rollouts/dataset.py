@@ -17,7 +17,7 @@ from rlctl.data.chat import EncodedPrompt, PromptEncoder
 from rlctl.data.control_tokens import trimmed
 from rlctl.data.cross_tokens import chunks, read_text
 from rlctl.data.holdout import open_validation
-from rlctl.data.prompt_rows import PromptRow, PromptSource
+from rlctl.data.prompt_rows import PromptDataset, PromptRow
 from rlctl.data.rollouts import CHUNK, RolloutColumns
 from rlctl.data.texts import (
     REFERENCE,
@@ -29,7 +29,7 @@ from rlctl.data.texts import (
 )
 from rlctl.errors import ConfigError, InputError
 from rlctl.rollouts.ledger import Ledger
-from rlctl.rollouts.prompt_order import TOKENS_AROUND, OpenedSource, PromptOrder, PromptStream
+from rlctl.rollouts.prompt_order import TOKENS_AROUND, OpenedDataset, PromptOrder, PromptStream
 from rlctl.rollouts.source import sample_seed
 from rlctl.rollouts.validation import FIRST_POSITION, metric_of_the_best, times_of
 from rlctl.settings.config import RlctlConfig
@@ -100,14 +100,14 @@ class TextStream(PromptStream):
     """Precomputed reference log-probs; None: the reference is in memory, or none."""
     precomputes: bool = False
     """Whether they are computed before the first step, for rows without them."""
-    others: Sequence[PromptSource] = ()
-    """With labels, further sources of completions of other prompts."""
+    others: Sequence[PromptDataset] = ()
+    """With labels, further datasets with completions of other prompts."""
 
     @property
     def used(self) -> list[PromptRow]:
         """The rows that the run will use; where some are dropped, all rows, since others come in their place."""
-        if any(source.data.too_long == "drop" for source in self.sources):
-            return [self._row(source, place) for source in self.sources for place in range(len(source.prompts))]
+        if any(dataset.data.too_long == "drop" for dataset in self.datasets):
+            return [self._row(dataset, place) for dataset in self.datasets for place in range(len(dataset.prompts))]
         return [*self._first(self.planned)]
 
     def require_fit(self) -> None:
@@ -117,47 +117,47 @@ class TextStream(PromptStream):
         if self.rows.numbers or self.precomputes:
             for row in self.used:
                 self.require_numbers(row)
-        rows = (self._row(source, place) for source in self.sources for place in range(len(source.prompts)))
+        rows = (self._row(dataset, place) for dataset in self.datasets for place in range(len(dataset.prompts)))
         if not any(self.texts(row) for row in rows):
             raise InputError("Every text is longer than --max-length.", "Raise it, or name other texts.")
 
     def texts(self, row: PromptRow) -> tuple[TrainedText, ...]:
         """Return a row's training texts; empty if too long with `data.too_long=drop`."""
-        source = self._named[row.source]
+        dataset = self._named[row.source]
         if self.teacher is not None and row.answer != ():
             raise InputError(
                 f"{row.where}: a teacher with its own tokenizer would read another text, because chat "
                 "templates differ.",
                 "Give rows with only `text`, or leave teacher.own_tokenizer out.",
             )
-        other = self._other(source, row) if self.rows.needs_another else None
-        trained = self.rows.texts(row, other, source.encoder, source.data, self.scored)
+        other = self._other(dataset, row) if self.rows.needs_another else None
+        trained = self.rows.texts(row, other, dataset.encoder, dataset.data, self.scored)
         if other is not None and self.limit is not None:  # what stands next to the text is cut where it is too long
             first, *beside = trained
             trained = (first, *(text.first(self.limit) for text in beside))
-        return self._fitting(trained, source, row)
+        return self._fitting(trained, dataset, row)
 
     def _fitting(
-        self, trained: tuple[TrainedText, ...], source: OpenedSource, row: PromptRow
+        self, trained: tuple[TrainedText, ...], dataset: OpenedDataset, row: PromptRow
     ) -> tuple[TrainedText, ...]:
         longest = max(len(text.tokens_T) for text in trained)
         if self.limit is None or longest <= self.limit:
             return trained
-        if source.data.too_long == "drop":
+        if dataset.data.too_long == "drop":
             return ()
-        if source.data.too_long == "cut" and row.answer == ():
+        if dataset.data.too_long == "cut" and row.answer == ():
             return tuple(text.first(self.limit) for text in trained)
         raise InputError(
             f"{row.where}: the text has {longest:,} tokens, and --max-length is {self.limit:,}.",
             "Raise it, or leave such rows out with --set data.too_long=drop.",
         )
 
-    def _other(self, source: OpenedSource, row: PromptRow) -> PromptRow:
+    def _other(self, dataset: OpenedDataset, row: PromptRow) -> PromptRow:
         """Return the next row with another prompt. Rows of one prompt often stand together: in pairs written as two
         rows, and in several samples of each prompt."""
-        stream, question = source.prompts, _question(row)
+        stream, question = dataset.prompts, _question(row)
         following = (stream[(row.index + step) % len(stream)] for step in range(1, len(stream)))
-        elsewhere = (other.prompts for other in self.sources if other is not source)
+        elsewhere = (other.prompts for other in self.datasets if other is not dataset)
         further = (prompts[index] for prompts in (*elsewhere, *self.others) for index in range(len(prompts)))
         if (
             other := next(
@@ -278,16 +278,16 @@ class HeldOutTexts:
                 f"run.keep_best_by = {config.run.keep_best_by}: no such metric says which validation is better.",
                 f"There is {VALIDATION_PREFIX}{LOSS}.",
             )
-        source, data = open_validation(config, texts.held_out, texts.rows)
+        dataset, data = open_validation(config, texts.held_out, texts.rows)
         encoder = PromptEncoder.build(texts.encoder.tokenizer, config.model, data, model_dir)
-        order = PromptOrder(len(source), config.run.seed)
-        opened = OpenedSource("", source, data, encoder, RewardConfig(), order)
-        drawn = [source[order.at(place)] for place in range(min(len(source), validation.max_prompts))]
+        order = PromptOrder(len(dataset), config.run.seed)
+        opened = OpenedDataset("", dataset, data, encoder, RewardConfig(), order)
+        drawn = [dataset[order.at(place)] for place in range(min(len(dataset), validation.max_prompts))]
         rows = readable(drawn, data, encoder)
         stream = type(texts)([opened], len(rows))
         stream.rows = texts.rows
-        stream.precomputes, stream.others = texts.precomputes, [source.prompts for source in texts.sources]
-        return cls(source.label, stream, rows, source.fingerprint(), validation.answered)
+        stream.precomputes, stream.others = texts.precomputes, [dataset.prompts for dataset in texts.datasets]
+        return cls(dataset.label, stream, rows, dataset.fingerprint(), validation.answered)
 
     def fitted(self, limit: int, room: int) -> HeldOutTexts:
         """Return the texts. Raises InputError for one of more than `limit` tokens, unless such texts are left out."""

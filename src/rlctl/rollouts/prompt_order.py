@@ -17,7 +17,7 @@ from rlctl.data.holdout import columns_of_prompts, hold_out
 from rlctl.data.image_rows import require_images
 from rlctl.data.mixing import Mixing, source_settings
 from rlctl.data.prompt_records import difficulties
-from rlctl.data.prompt_rows import PromptRow, PromptSource
+from rlctl.data.prompt_rows import PromptDataset, PromptRow
 from rlctl.data.prompts import open_episodes, open_prompts
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.data.row_types import PROMPTS, RowType
@@ -30,9 +30,9 @@ from rlctl.settings.rewards import RewardConfig
 SCANNED_PROMPTS, SEEN_PROMPTS = 2048, 128
 """Numbers of first prompts whose tokens and whose image tokens are counted."""
 CHECKED_IMAGES = 1000
-"""Rows of a source whose images are decoded before a run; others are decoded in their step."""
+"""Rows of a dataset whose images are decoded before a run; others are decoded in their step."""
 SAMPLED_ROWS = 16
-"""Rows of a source that are searched for images."""
+"""Rows of a dataset that are searched for images."""
 # Begin and end tokens around a text. Each token of the text covers at least a byte of it.
 TOKENS_AROUND = 2
 ORDERS_KEPT = 2
@@ -40,12 +40,12 @@ ORDERS_KEPT = 2
 
 
 @dataclass(frozen=True)
-class OpenedSource:
+class OpenedDataset:
     """One opened prompt dataset of a run."""
 
     label: str
     """Its name among several; empty for the only one."""
-    prompts: PromptSource
+    prompts: PromptDataset
     data: DataConfig
     encoder: PromptEncoder
     reward: RewardConfig
@@ -63,16 +63,16 @@ class PromptStream:
 
     def __init__(
         self,
-        sources: Sequence[OpenedSource],
+        datasets: Sequence[OpenedDataset],
         planned: int,
-        held_out: PromptSource | None = None,
+        held_out: PromptDataset | None = None,
         environment: EnvironmentEpisodes | None = None,
     ) -> None:
         """`planned`: maximum number of positions of the run. `held_out`: prompts for validation."""
-        self.sources, self.planned, self.held_out = sources, planned, held_out
+        self.datasets, self.planned, self.held_out = datasets, planned, held_out
         self._mixing = self._mixed()
         self.environment = environment
-        self._named = {source.label: source for source in sources}
+        self._named = {dataset.label: dataset for dataset in datasets}
         self.limit: int | None = None
         """Maximum number of tokens of a prompt, set by the plan."""
         self.room = 0
@@ -96,20 +96,20 @@ class PromptStream:
         else:
             opened = [open_prompts(source.data, seed=config.run.seed) for source in source_settings(config)]
         stream = cls._of(config, model_dir, opened)
-        first = stream.sources[0]
+        first = stream.datasets[0]
         environment = EnvironmentEpisodes.open(config, first.encoder, first.prompts[0])
         rounds = config.filter.max_rounds if config.filter.groups == "replace" else 1
         ahead = config.rollouts.max_staleness if config.samples_while_training else 0
         planned = config.batch.prompts * (config.run.steps * rounds + ahead)
-        sources = stream.sources
+        datasets = stream.datasets
         if environment is not None:
-            sources = [replace(source, encoder=environment.showing_tools(source.encoder)) for source in sources]
-        with_environment = cls(sources, planned, stream.held_out, environment)
+            datasets = [replace(dataset, encoder=environment.showing_tools(dataset.encoder)) for dataset in datasets]
+        with_environment = cls(datasets, planned, stream.held_out, environment)
         with_environment._fitted = stream._fitted
         return with_environment
 
     @classmethod
-    def _of(cls, config: RlctlConfig, model_dir: Path, opened: list[PromptSource]) -> Self:
+    def _of(cls, config: RlctlConfig, model_dir: Path, opened: list[PromptDataset]) -> Self:
         settings = source_settings(config)
         held_out = None
         if config.validation.holdout:
@@ -122,8 +122,8 @@ class PromptStream:
             columns = columns_of_prompts(config, settings[0].data)
             opened[0], held_out = hold_out(opened[0], config.validation.holdout, config.run.seed, columns)
         tokenizer = load_tokenizer(model_dir, config.model)
-        sources = [
-            OpenedSource(
+        datasets = [
+            OpenedDataset(
                 label=source.label,
                 prompts=prompts,
                 data=source.data,
@@ -135,7 +135,7 @@ class PromptStream:
             for number, (source, prompts) in enumerate(zip(settings, opened, strict=True))
         ]
         planned = config.batch.prompts * config.run.steps
-        stream = cls(sources, planned, held_out)
+        stream = cls(datasets, planned, held_out)
         stream.leave_out_broken_images(config.run.seed)
         return stream
 
@@ -143,17 +143,19 @@ class PromptStream:
     """Contents of a dataset row."""
 
     def _mixed(self) -> Mixing:
-        return Mixing.of([source.weight for source in self.sources], [len(source.prompts) for source in self.sources])
+        return Mixing.of(
+            [dataset.weight for dataset in self.datasets], [len(dataset.prompts) for dataset in self.datasets]
+        )
 
     @property
     def encoder(self) -> PromptEncoder:
-        """Return the first source's prompt encoder, with all sources' end tokens and texts."""
-        return self.sources[0].encoder
+        """Return the first dataset's prompt encoder, with all datasets' end tokens and texts."""
+        return self.datasets[0].encoder
 
     def prompt_at(self, position: int) -> PromptRow:
         number, turn = self._mixing.at(position)
-        source = self.sources[number]
-        return self._row(source, source.order.at(turn))
+        dataset = self.datasets[number]
+        return self._row(dataset, dataset.order.at(turn))
 
     def group_request(self, position: int, row: PromptRow, seeds: Sequence[int], run_seed: int) -> GroupRequest:
         if self.environment is None:
@@ -205,32 +207,32 @@ class PromptStream:
 
     def leave_out_broken_images(self, seed: int) -> None:
         """Leave out rows with unreadable images, if configured. Raises InputError for others, and if none is left."""
-        for number, source in enumerate(self.sources):
-            every, drops = source.prompts, source.data.broken_images == "drop"
+        for number, dataset in enumerate(self.datasets):
+            every, drops = dataset.prompts, dataset.data.broken_images == "drop"
             if not any(row.images for row in every.sample(SAMPLED_ROWS)):
                 continue
-            broken = broken_images(every, len(every) if drops else CHECKED_IMAGES, source.encoder.images(every.label))
+            broken = broken_images(every, len(every) if drops else CHECKED_IMAGES, dataset.encoder.images(every.label))
             if broken and (not drops or len(broken) == len(every)):
                 raise next(iter(broken.values()))
             if not broken:
                 continue
             kept = every.only(np.delete(np.arange(len(every)), [*broken]), broken_images=len(broken))
-            order = PromptOrder.of(kept, source.data, seed, number)
+            order = PromptOrder.of(kept, dataset.data, seed, number)
             first = next(iter(broken.values())).message
             self._fitted.append(
                 f"{len(broken):,} of {len(every):,} rows are left out (data.broken_images=drop): {first}"
             )
-            self._named[source.label] = replace(source, prompts=kept, order=order)
-        self.sources = [self._named[source.label] for source in self.sources]
+            self._named[dataset.label] = replace(dataset, prompts=kept, order=order)
+        self.datasets = [self._named[dataset.label] for dataset in self.datasets]
         self._mixing = self._mixed()
 
     def leave_out_long(self, limit: int, seed: int) -> None:
         """Leave out prompts over `limit` tokens, if configured. Raises InputError if none is left."""
-        for number, source in enumerate(self.sources):
-            if source.data.too_long != "drop":
+        for number, dataset in enumerate(self.datasets):
+            if dataset.data.too_long != "drop":
                 continue
-            every, label = source.prompts, source.label or source.prompts.label
-            long = np.array([self._too_long(self._row(source, index), limit) for index in range(len(every))])
+            every, label = dataset.prompts, dataset.label or dataset.prompts.label
+            long = np.array([self._too_long(self._row(dataset, index), limit) for index in range(len(every))])
             if long.all():
                 raise InputError(
                     f"Every prompt of {label} is longer than {limit:,} tokens, and data.too_long=drop leaves it out.",
@@ -239,13 +241,13 @@ class PromptStream:
             if not long.any():
                 continue
             kept = every.only(np.flatnonzero(~long), left_out=int(long.sum()))
-            order = PromptOrder.of(kept, source.data, seed, number)
+            order = PromptOrder.of(kept, dataset.data, seed, number)
             self._fitted.append(
                 f"{long.sum():,} of {len(every):,} prompts of {label} are left out (data.too_long=drop): they are "
                 f"longer than {limit:,} tokens"
             )
-            self._named[source.label] = replace(source, prompts=kept, order=order)
-        self.sources = [self._named[source.label] for source in self.sources]
+            self._named[dataset.label] = replace(dataset, prompts=kept, order=order)
+        self.datasets = [self._named[dataset.label] for dataset in self.datasets]
         self._mixing = self._mixed()
 
     def lengths(self) -> list[int]:
@@ -283,22 +285,22 @@ class PromptStream:
     def notes(self) -> list[str]:
         """Return notes on long prompts and on control tokens in rows. Raises InputError if the tokenizer cannot escape
         one."""
-        rows: dict[str, list[PromptRow]] = {source.label: [] for source in self.sources}
+        rows: dict[str, list[PromptRow]] = {dataset.label: [] for dataset in self.datasets}
         for row in self._first(self.planned):
             rows[row.source].append(row)
         notes = [*self._fitted]
-        for source in self.sources:
-            notes += source.prompts.notes
-            if len(source.prompts) == 1 and source.prompts[0].prompt:
-                notes.append(f"{source.label or source.prompts.label} has one row, on which every step trains")
+        for dataset in self.datasets:
+            notes += dataset.prompts.notes
+            if len(dataset.prompts) == 1 and dataset.prompts[0].prompt:
+                notes.append(f"{dataset.label or dataset.prompts.label} has one row, on which every step trains")
             rows_with_controls = [
-                row for row in rows[source.label] if source.encoder.controls_in(row, texts=self.kind == "text")
+                row for row in rows[dataset.label] if dataset.encoder.controls_in(row, texts=self.kind == "text")
             ]
             for row in rows_with_controls:
                 self.tokens(row)
-            notes += source.encoder.notes_on(rows_with_controls, texts=self.kind == "text")
-            notes += source.encoder.notes_on_places(rows[source.label])
-            notes += source.encoder.notes_on_instructions(source.prompts.instructions)
+            notes += dataset.encoder.notes_on(rows_with_controls, texts=self.kind == "text")
+            notes += dataset.encoder.notes_on_places(rows[dataset.label])
+            notes += dataset.encoder.notes_on_instructions(dataset.prompts.instructions)
         return notes
 
     def observe(self, groups: Iterable[RolloutGroup]) -> None:
@@ -307,9 +309,11 @@ class PromptStream:
             self._named[group.prompt.source].order.observe(group)
 
     def state(self, since: int = 0) -> dict[str, Any]:
-        """Return the state of the orders from position `since` on, as JSON, by source."""
+        """Return the state of the orders from position `since` on, as JSON, by dataset."""
         turns = self._mixing.turns(since)
-        states = ((source.label, source.order.state(turn)) for source, turn in zip(self.sources, turns, strict=True))
+        states = (
+            (dataset.label, dataset.order.state(turn)) for dataset, turn in zip(self.datasets, turns, strict=True)
+        )
         return {label: state for label, state in states if state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -319,28 +323,28 @@ class PromptStream:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the digest of the data for the manifest, which shows changed data on resume."""
-        prints = {source.label: source.prompts.fingerprint() for source in self.sources}
-        return prints if len(prints) > 1 else prints[self.sources[0].label]
+        prints = {dataset.label: dataset.prompts.fingerprint() for dataset in self.datasets}
+        return prints if len(prints) > 1 else prints[self.datasets[0].label]
 
     def describe(self) -> list[str]:
-        """Return a line for each source: its name, size and share of the prompts."""
+        """Return a line for each dataset: its name, size and share of the prompts."""
         total = sum(self._mixing.parts)
         shares = [f", {part / total:.1%} of the {self.kind}s" if part < total else "" for part in self._mixing.parts]
-        counts = [len(source.prompts) for source in self.sources]
+        counts = [len(dataset.prompts) for dataset in self.datasets]
         return [
-            f"data: {source.label or source.prompts.label} ({count:,} {self.kind}{'s' * (count != 1)}{share})"
-            for source, count, share in zip(self.sources, counts, shares, strict=True)
+            f"data: {dataset.label or dataset.prompts.label} ({count:,} {self.kind}{'s' * (count != 1)}{share})"
+            for dataset, count, share in zip(self.datasets, counts, shares, strict=True)
         ]
 
     def _first(self, limit: int) -> Iterator[PromptRow]:
         turns = self._mixing.turns(min(self.planned, limit))
-        for source, count in zip(self.sources, turns, strict=True):
-            for turn in range(min(count, len(source.prompts))):
-                yield self._row(source, source.order.at(turn))
+        for dataset, count in zip(self.datasets, turns, strict=True):
+            for turn in range(min(count, len(dataset.prompts))):
+                yield self._row(dataset, dataset.order.at(turn))
 
-    def _row(self, source: OpenedSource, index: int) -> PromptRow:
-        row = source.prompts[index]
-        return replace(row, source=source.label) if source.label else row
+    def _row(self, dataset: OpenedDataset, index: int) -> PromptRow:
+        row = dataset.prompts[index]
+        return replace(row, source=dataset.label) if dataset.label else row
 
 
 class PromptOrder:
@@ -356,7 +360,7 @@ class PromptOrder:
         self._rows = lru_cache(maxsize=ORDERS_KEPT)(self._epoch)
 
     @classmethod
-    def of(cls, prompts: PromptSource, data: DataConfig, seed: int, number: int = 0) -> PromptOrder:
+    def of(cls, prompts: PromptDataset, data: DataConfig, seed: int, number: int = 0) -> PromptOrder:
         """Return the order that `data` configures. Raises InputError for invalid difficulties."""
         kind = PassRateOrder if data.order == "pass-rate" else PromptOrder
         difficulty = difficulties(prompts, data) if data.order == "difficulty" else None
@@ -364,7 +368,7 @@ class PromptOrder:
         return kind(len(prompts), seed, shuffle, number=number, difficulty=difficulty)
 
     def at(self, turn: int) -> int:
-        """Return the row at a turn of the source (from 0)."""
+        """Return the row at a turn of the dataset (from 0)."""
         epoch, offset = divmod(turn, self.size)
         return int(self._rows(epoch)[offset])
 
