@@ -23,7 +23,7 @@ pytestmark = [
     ),
 ]
 OPEN = {"RAY_AUTH_MODE": "disabled", "HOME": "/mnt"}
-OF_RECOVERY = ("policy_restarts", "policy_failure")
+OF_RECOVERY = ("policy_restarts", "policy_failure", "lost_ranks")
 POLICY = ("--backend", "dtensor", "--set", "training.dp=2", "--set", "training.tp=1", "--set", "run.checkpoint_every=0")
 STEPS = 4000
 

@@ -14,6 +14,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
+from rlctl.backends.clients import PolicyClient
 from rlctl.cluster import workers
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.ray_session import fetch
@@ -77,6 +78,9 @@ class Counter:
     def doze(self, rank: int, seconds: float) -> None:
         if self.rank == rank:
             time.sleep(seconds)
+
+    def device_used(self) -> None:
+        """Answer, as a policy's rank."""
 
     def make(self, lengths: tuple[int, ...]) -> tuple[str, list[np.ndarray]]:
         return f"made by {self.rank}", [np.arange(length, dtype=np.int32) + self.rank for length in lengths]
@@ -357,6 +361,23 @@ def test_a_worker_that_died_is_replaced_or_left_out_and_the_others_are_waited_fo
     assert group.pids[0] == pids[0] != group.pids[1] != pids[1]
     group.drop([0])
     assert group.call(Counter.rank_plus, 10) == [11]
+
+
+def test_each_lost_rank_of_a_policy_counts_once_and_ranks_that_wait_for_it_do_not(group, monkeypatch):
+    """The first rank is killed while the second one is busy; then both are alive and busy."""
+    policy, late = PolicyClient.__new__(PolicyClient), []
+    policy.group = group
+    assert policy.lost() == []
+    late.append(group.submit(Counter.doze, 1, 6.0))
+    os.kill(group.pids[0], signal.SIGKILL)
+    found = policy.lost()
+    assert [type(fault) for fault in found] == [WorkerDiedError]
+    assert "counter rank 0" in found[0].message
+    late[0].outcomes()
+    group.restart([0])
+    monkeypatch.setattr("rlctl.backends.clients.ANSWER_TIMEOUT_S", 0.5)
+    late += [group.part([rank]).submit(Counter.doze, rank, 6.0) for rank in range(2)]
+    assert [type(fault) for fault in policy.lost()] == [WaitTimeoutError] * 2
 
 
 @pytest.mark.slow

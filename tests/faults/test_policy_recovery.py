@@ -25,7 +25,7 @@ from support.runs import (
     worker_name,
 )
 
-OF_RECOVERY = ("policy_restarts", "policy_failure")
+OF_RECOVERY = ("policy_restarts", "policy_failure", "lost_ranks")
 HOLD = """
 import os, time
 def even(completion, answer, prompt, **row):

@@ -89,11 +89,14 @@ def test_losses_and_skipped_steps_of_all_steps_are_counters(run: RunDirectory, s
     with run.metrics.open("a") as file:
         for step, more in (
             (6, {"lost_engines": 2, "skipped_steps": 1}),
-            (7, {"policy_restarts": 1, "skipped_steps": 3}),
+            (7, {"policy_restarts": 1, "lost_ranks": 2, "skipped_steps": 3}),
+            (8, {"policy_restarts": 1, "lost_ranks": 1}),
         ):
             file.write(json.dumps({**step_line(step), **more}) + "\n")
+    run.write_manifest({**run.manifest(), "resumes": 2})
     _, text, _ = get(f"{server.address}metrics")
-    for name, value in (("lost_engines", 2.0), ("policy_restarts", 1.0), ("skipped_steps", 4.0)):
+    for name, value in (("lost_engines", 2.0), ("lost_ranks", 3.0), ("policy_restarts", 2.0), ("skipped_steps", 4.0),
+                        ("run_resumes", 2.0)):  # fmt: skip
         assert f'# TYPE rlctl_{name}_total counter\nrlctl_{name}_total{{run="run"}} {value}\n' in text
 
 

@@ -61,8 +61,8 @@ class Mortal(Recorder):
     def saved_step(self) -> int:
         return max(self.kept)
 
-    def lost(self) -> RlctlError | None:
-        return WorkerError("policy rank 0 died.") if self.dead else None
+    def lost(self) -> list[RlctlError]:
+        return [WorkerError(f"policy rank {rank} died.") for rank in (0, 1)] if self.dead else []
 
     def end(self) -> None: ...
 
@@ -106,7 +106,7 @@ def trained(policy: Mortal, limit: int = 3) -> Mortal:
 
 
 def numbers(policy: Mortal) -> list[dict[str, Any]]:
-    left_out = ("seconds", "tokens_per_s", "policy_restarts", "policy_failure")
+    left_out = ("seconds", "tokens_per_s", "policy_restarts", "policy_failure", "lost_ranks")
     return [{name: value for name, value in line.items() if name not in left_out} for line in policy.logged]
 
 
@@ -123,6 +123,7 @@ def test_what_was_trained_since_the_loaded_state_is_trained_again_and_the_rest_o
         assert [what for what in found.asked if what[0] == "next"] == [one for one in whole.asked if one[0] == "next"]
         told = [line["step"] for line in found.logged if "policy_restarts" in line]
         assert len(told) == 1
+        assert [line["lost_ranks"] for line in found.logged if "lost_ranks" in line] == [2]
         assert f"in step {told[0]}. The last cause: policy rank 0 died" in findings(found.logged)[0]
 
 
@@ -137,7 +138,7 @@ def test_a_loss_while_the_policy_is_brought_back_counts_too():
 
 def test_an_error_of_a_policy_that_lives_ends_the_run():
     policy = Mortal(frozenset({4}))
-    policy.lost = lambda: None  # type: ignore[method-assign]
+    policy.lost = list  # type: ignore[method-assign]
     with pytest.raises(WorkerError, match="died during"):
         trained(policy)
     assert policy.starts == 0

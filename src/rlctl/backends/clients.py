@@ -22,7 +22,7 @@ from rlctl.backends.batching.batch import (
 from rlctl.backends.batching.packing import PackingStats, plan_batch
 from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, SampledGroup, Sampling, attached
 from rlctl.cluster.ray_session import fetch, keep_here
-from rlctl.cluster.workers import PendingCall, WorkerDiedError, WorkerGroup
+from rlctl.cluster.workers import SAME_CAUSE_S, PendingCall, WorkerDiedError, WorkerGroup
 from rlctl.data.cross_tokens import Projection
 from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
 from rlctl.settings.training import TrainingConfig
@@ -68,13 +68,17 @@ class PolicyClient:
         self.parallel, self._row_multiple = spec.parallel, spec.row_multiple
         self._micro_batch_tokens = micro_batch_tokens
 
-    def lost(self) -> RlctlError | None:
-        """Return the fault of the ranks: a rank is gone, does not answer, or has a broken device."""
+    def lost(self) -> list[RlctlError]:
+        """Return the faults of lost ranks, dead ones first: a rank is gone or has a broken device. Where all ranks are
+        there, those that do not answer are lost; others may only wait for a dead one."""
+        answers = self.group.within(ANSWER_TIMEOUT_S).submit(PolicyWorker.device_used)
         try:
-            self.group.within(ANSWER_TIMEOUT_S).call(PolicyWorker.device_used)
-        except (WorkerError, WaitTimeoutError) as error:
-            return error
-        return None
+            answers.results()
+        except (WorkerError, WaitTimeoutError):
+            faults = [fault for fault in answers.within(SAME_CAUSE_S).outcomes() if isinstance(fault, RlctlError)]
+            gone = [fault for fault in faults if isinstance(fault, WorkerError)]
+            return sorted(gone or faults, key=lambda fault: not isinstance(fault, WorkerDiedError))
+        return []
 
     def load_model(self, directory: Path) -> None:
         self.group.call(PolicyWorker.load_model, directory)

@@ -135,6 +135,9 @@ class PendingCall(Generic[R]):
                     outcomes[rank] = error
         return outcomes
 
+    def within(self, timeout_s: float) -> PendingCall[R]:
+        return replace(self, group=self.group.within(timeout_s))
+
     def late(self) -> WaitTimeoutError:
         return _late([self], [(0, rank) for rank in range(len(self.refs))], self.group.call_timeout_s)
 

@@ -95,11 +95,11 @@ class RunPolicy:
         self._workers, self._again, self._sync = workers, workers.again, sync
         self._teacher_lost = False
 
-    def lost(self) -> RlctlError | None:
+    def lost(self) -> list[RlctlError]:
         teacher = self._workers.teacher
-        of_teacher = None if teacher is None else teacher.lost()
-        self._teacher_lost = of_teacher is not None
-        return self._workers.policy.lost() or of_teacher
+        of_teacher = [] if teacher is None else teacher.lost()
+        self._teacher_lost = bool(of_teacher)
+        return [*self._workers.policy.lost(), *of_teacher]
 
     def end(self) -> None:
         self._again.policy.kill()

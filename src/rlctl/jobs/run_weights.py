@@ -15,7 +15,7 @@ from rlctl.preparation.job import Job
 from rlctl.preparation.run_workers import RunWorkers
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.dataset import HeldOutTexts, TextStream
-from rlctl.runs.directory import Checkpoint, RunDirectory
+from rlctl.runs.directory import RESUMES, Checkpoint, RunDirectory
 from rlctl.telemetry.display import Display
 from rlctl.training.agreement import error_limit
 from rlctl.training.reference_logprobs import precompute_reference
@@ -50,7 +50,7 @@ def load_newest(
     else:
         display.say(f"resuming after step {newest.step}")
         policy.load_saved(newest.policy)
-    run.write_manifest(manifest)
+    run.write_manifest({**manifest, RESUMES: run.manifest().get(RESUMES, 0) + 1})
     return newest
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from rlctl.errors import InputError
 from rlctl.report.page import page
 from rlctl.report.run_report import reported, state_of
-from rlctl.runs.directory import RunDirectory
+from rlctl.runs.directory import RESUMES, RunDirectory
 from rlctl.telemetry.metrics import flatten, read_metrics
 
 PORT = 8642
 METRICS, EXPOSITION = "/metrics", "text/plain; version=0.0.4"
 LIVE, READY = "/livez", "/readyz"
-COUNTERS = ("lost_engines", "policy_restarts", "skipped_steps")
+COUNTERS = ("lost_engines", "lost_ranks", "policy_restarts", "skipped_steps")
 """Metrics of a step whose sums over the run are counters."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 """The page may only send requests to this server."""
@@ -78,6 +78,7 @@ class PageServer(ThreadingHTTPServer):
         values |= {name: value for name, value in (flatten(lines[-1]) if lines else ()) if math.isfinite(value)}
         label = self.run.path.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         totals = {f"{name}_total": float(sum(line.get(name) or 0 for line in lines)) for name in COUNTERS}
+        totals["run_resumes_total"] = float(self.run.manifest().get(RESUMES, 0))
         return "".join(
             f'# TYPE {full} {kind}\n{full}{{run="{label}"}} {value!r}\n'
             for kind, found in (("gauge", values), ("counter", totals))

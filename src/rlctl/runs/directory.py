@@ -22,6 +22,8 @@ from rlctl.telemetry.metrics import LOSS, MetricsFile, finite, flatten, read_met
 
 MANIFEST = "manifest.json"
 DIGEST = "digest"
+RESUMES = "resumes"
+"""The manifest's number of resumes so far; absent: none."""
 CHECKPOINTS = "checkpoints"
 CHECKPOINT_NAME = re.compile(r"step_(\d+)")
 PARTIAL_NAME = re.compile(r"\.step_(\d+)\.partial")

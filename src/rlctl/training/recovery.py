@@ -27,8 +27,8 @@ LOSSES = (WorkerError, WaitTimeoutError)
 class TrainedPolicy(Protocol):
     """The policy of a run that can be started again."""
 
-    def lost(self) -> RlctlError | None:
-        """Return the fault of its processes; None: there is none."""
+    def lost(self) -> list[RlctlError]:
+        """Return the fault of each lost process, the likeliest cause first."""
         ...
 
     def end(self) -> None:
@@ -97,6 +97,7 @@ class Recovery(NoRecovery):
         self._restarts = 0
         self._since: list[Trained] = []
         self._causes: list[str] = []
+        self._lost_ranks = 0
 
     def trained(self, version: int, batch: Batch, loop: Steps) -> None:
         """Keep the batch, and drop the batches that the newest checkpoint contains."""
@@ -108,8 +109,9 @@ class Recovery(NoRecovery):
         self.run(partial(self._policy.keep, step + 1), loop, trains=True)
 
     def metrics(self) -> dict[str, Any]:
-        causes, self._causes = self._causes, []
-        return {"policy_restarts": len(causes), "policy_failure": causes[-1]} if causes else {}
+        (causes, self._causes), (lost, self._lost_ranks) = (self._causes, []), (self._lost_ranks, 0)
+        counts = {"policy_restarts": len(causes), "lost_ranks": lost}
+        return {**counts, "policy_failure": causes[-1]} if causes else {}
 
     def run(self, part: Callable[[], T], loop: Steps, *, trains: bool = False) -> T:
         """Return what `part` returns, which is done again after each loss of the policy."""
@@ -142,10 +144,11 @@ class Recovery(NoRecovery):
 
     def _count(self, error: RlctlError) -> None:
         lost = self._policy.lost()
-        if lost is None:
+        if not lost:
             raise error
         self._restarts += 1
-        cause = cause_of(error if isinstance(error, WorkerDiedError) else lost)
+        self._lost_ranks += len(lost)
+        cause = cause_of(error if isinstance(error, WorkerDiedError) else lost[0])
         if self._restarts > self._limit:
             raise WorkerError(
                 f"The policy was lost {self._restarts} times in this run, more than cluster.policy_restarts = "

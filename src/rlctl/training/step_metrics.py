@@ -18,7 +18,7 @@ from rlctl.telemetry.phases import ASIDE, StepTimer
 NAMES_OF_A_STEP = frozenset({
     "accuracy", "answered_fraction", "critic", "dropped_groups", "dropped_rollouts", "dropped_rows", "entropy",
     "grad_norm", "groups_without_signal", "image_tokens_mean", "images",
-    "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lost_engines", "lr",
+    "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lost_engines", "lost_ranks", "lr",
     "micro_batches", "missing_groups", "offloaded_bytes", "optimizer_steps", "padding_fraction",
     "policy_failure", "policy_restarts",
     "positions", "prompt_tokens_mean",
