@@ -1,4 +1,4 @@
-"""The exact arguments that the classes of Megatron-Core, transformers and vLLM would be given; none is imported."""
+"""The exact arguments for the classes of Megatron-Core, transformers and vLLM, without importing the libraries."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ OWN_CHOICE = "the engine's own choice"
 
 @dataclass(frozen=True)
 class BackendArguments:
-    """The values that each class is built from: rlctl's own, with those that the user passes through over them."""
+    """The arguments of each class. Values that the user passes through override rlctl's."""
 
     classes: tuple[SectionArguments, ...]
 
     @classmethod
     def of(cls, spec: RunWorkersSpec | EnginesSpec) -> BackendArguments:
-        """The arguments of a policy and its engines, or of engines alone."""
+        """Return the arguments of a policy and its engines, or of engines only."""
         if isinstance(spec, EnginesSpec):
             return cls(tuple(spec.backend.arguments(spec.engine)))
         of_engines = cls.of(spec.engines).classes if spec.engines is not None else ()
         return cls((*spec.backend.arguments(spec.policy), *of_engines))
 
     def pinned(self, resolved: Resolved) -> list[str]:
-        """A line for each value that the user passes through, with the value that it would have otherwise."""
+        """Return a line per passed-through value that differs from the usual value, with both values."""
         lines = []
         for arguments in self.classes:
             for key, value in arguments.passed.items():
@@ -44,14 +44,14 @@ class BackendArguments:
         return lines
 
     def to_json(self) -> dict[str, dict[str, Any]]:
-        """Values by section and field; what JSON cannot hold as text."""
+        """Return the values by section and field. Values without a JSON type become text."""
         return {
             arguments.section: {key: _plain(value) for key, value in _given(arguments).items()}
             for arguments in self.classes
         }
 
     def text(self) -> Iterator[str]:
-        """Lines for a reader at the terminal, each class with its fields below."""
+        """Yield lines for the terminal: each class, followed by its fields."""
         for arguments in self.classes:
             yield f"{arguments.class_name}:"
             yield from (f"  {key} = {value!r}" for key, value in _given(arguments).items())
@@ -68,8 +68,8 @@ def _usual(arguments: SectionArguments, key: str) -> Any:
 
 
 def _given(arguments: SectionArguments) -> dict[str, Any]:
-    """The values that the installed version has a field for, as the backends drop the others; all of a class whose
-    fields are not looked up."""
+    """Return the values of fields that the installed version has, since the backends drop the others. For a class
+    outside TARGETS, return all values."""
     values = arguments.ours | arguments.passed
     fields = (
         fields_of(TARGETS[arguments.section].module, arguments.class_name) if arguments.section in TARGETS else None
@@ -86,7 +86,7 @@ def _plain(value: Any) -> Any:
 
 
 def differences(resolved: Resolved) -> list[str]:
-    """Return what runs otherwise than a file says, and what could not be checked here, a line each."""
+    """Return one line per difference from the configuration file, and per value that this machine cannot check."""
     notes = not_checked(list(resolved.origin))
     if resolved.config.megatron.passed.get("fp8") and find_spec("transformer_engine") is None:
         here = "; it is not installed here" if local_gpus() else ""

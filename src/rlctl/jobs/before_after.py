@@ -1,4 +1,4 @@
-"""What a run's end shows to try: a held-out prompt answered before and after training, and a command to paste."""
+"""End of a run's summary: a held-out prompt answered before and after training, and a command that tries the model."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rlctl.telemetry.conversation import as_text, conversation
 from rlctl.telemetry.metrics import Metrics
 
 LONGEST = 160
-"""Characters of a prompt or an answer in the summary."""
+"""Maximum number of characters of a prompt or an answer in the summary."""
 TRIED = 32
-"""Prompts that the printed evaluation takes, so that it ends soon on a laptop."""
+"""Number of prompts in the printed evaluation command, small enough for a laptop."""
 LOOKED_AT = 16
-"""Rows of the data among which the shortest prompt is printed."""
+"""Number of rows searched for the shortest prompt to print."""
 
 
 def answered_twice(run: RunDirectory, lines: Sequence[Metrics]) -> list[str]:
-    """Return a held-out prompt with its answers in the first and the last validation, in lines; empty if there are no
-    two validations with samples. Of the logged prompts it is the first whose reward moved as the mean did, else the
-    first whose answer changed, else the first."""
+    """Return lines with a held-out prompt and its answers in the first and last validation; empty without two
+    validations with samples. Choose the first prompt whose reward changed in the mean's direction, else the first with
+    a changed answer, else the first."""
     steps = validated_steps(lines)
     if len(steps) < 2:
         return []
@@ -44,12 +44,12 @@ def answered_twice(run: RunDirectory, lines: Sequence[Metrics]) -> list[str]:
     names = (when, f"after step {steps[-1]}")
     width = max(map(len, names))
     return [
-        f"held-out prompt: {_cut(asked(before))}",
+        f"held-out prompt: {_cut(last_message(before))}",
         *(f"  {name:<{width}}  {_scored(answer)}" for name, answer in zip(names, (before, after), strict=True)),
     ]
 
 
-def asked(sample: Mapping[str, Any]) -> str:
+def last_message(sample: Mapping[str, Any]) -> str:
     """Return the text of a sample's last message to the model."""
     turns = conversation(sample)[:-1]
     questions = [message.text for message in turns if message.role in ("user", "prompt")]
@@ -57,8 +57,8 @@ def asked(sample: Mapping[str, Any]) -> str:
 
 
 def command_to_try(job: Job, run: RunDirectory) -> str:
-    """Return a complete command that tries the trained model: episodes of the run's environment, an evaluation on the
-    run's data, or an answer to a short prompt of the data. A reward model is exported."""
+    """Return a complete command that tries the trained model: it plays episodes of the run's environment, evaluates on
+    the run's data, or answers a short prompt of the data. For a reward model, the command exports it."""
     config, place = job.config, shlex.quote(str(run.path))
     rollouts = config.rollout_settings
     if command_of(config.run.algorithm) == "train rm":
@@ -68,13 +68,13 @@ def command_to_try(job: Job, run: RunDirectory) -> str:
     if rollouts is not None and (task := rollouts.validation.data.name or config.data.name) and _scores(job):
         return f"rlctl eval --run-dir {place} --task {shlex.quote(task)} --limit {TRIED}"
     rows = [job.prompts.prompt_at(position) for position in range(LOOKED_AT)]
-    prompt = min((asked({"prompt": row.prompt}) for row in rows), key=lambda text: (not text, len(text)))
+    prompt = min((last_message({"prompt": row.prompt}) for row in rows), key=lambda text: (not text, len(text)))
     image = "--image FILE " * any(row.images for row in rows)
     return f"rlctl generate --run-dir {place} {image}--prompt {shlex.quote(_cut(prompt) or 'Hello')}"
 
 
 def _scores(job: Job) -> bool:
-    """Whether an evaluation can score completions as the run does."""
+    """Return whether `rlctl eval` can use the run's scorers."""
     return job.rewards is not None and not any(name.startswith(MODEL) for name in job.rewards.scorers)
 
 

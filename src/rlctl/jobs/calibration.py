@@ -1,4 +1,4 @@
-"""`rlctl plan --calibrate`: the measured phases of a run become this machine's."""
+"""`rlctl plan --calibrate`: correct predictions for this machine with a run's measured phases."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.metrics import read_metrics
 
 LEAST_S = 0.001
-"""Phases that take less are not calibrated."""
+"""Minimum duration of a calibrated phase."""
 TOKENS = "response_tokens_mean"
 
 
 def calibrate(run: Path) -> tuple[Path, dict[str, float], list[PlannedAndMeasured]]:
-    """Save measured over predicted seconds of each phase of a run; return the file, the factors and the comparison. The
-    prediction is for the lengths that the run's completions had, which its own plan could not know.
+    """Save the ratio of measured to predicted seconds for each phase of a run; return the file, the ratios and the
+    comparison. The prediction uses the measured completion lengths, which the run's plan could not know.
 
-    Raises InputError where the run has no measured phase that its plan predicts.
+    Raises InputError if no phase was both measured and predicted.
     """
     rows, cluster = compare_run(run), recorded_plan(run)["cluster"]
     known = cluster.get("factors") or {}
@@ -41,8 +41,8 @@ def calibrate(run: Path) -> tuple[Path, dict[str, float], list[PlannedAndMeasure
 
 
 def predicted_again(run: Path) -> dict[str, float] | None:
-    """Return the seconds of each phase and in all that a plan without calibration has for a run's settings, layout and
-    mean length of completions; None: the run had no completions."""
+    """Return the uncalibrated prediction in seconds, per phase and in total, for a run's settings, layout and mean
+    completion length; None: the run had no completions."""
     lengths = [line[TOKENS] for line in read_metrics(RunDirectory(run).metrics) if line.get(TOKENS)]
     if not lengths:
         return None

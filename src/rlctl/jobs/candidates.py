@@ -20,13 +20,13 @@ SHARED = (
     "data.system_prompt", "data.prompt_template", "data.prompt_suffix", "generation.max_new_tokens", "generation.stop",
     TEMPERATURE, "generation.top_p", "generation.top_k", "generation.min_p", "run.seed", TIME,
 )  # fmt: skip
-"""Keys that are the same for all models of an evaluation: those of the first run, or else of the first model, where the
-command line sets none."""
+"""Keys with the same value for all models of an evaluation: the command line's, else the first run's, else the first
+model's."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model that is evaluated, or a checkpoint of a run."""
+    """A model or a run's checkpoint to evaluate."""
 
     label: str
     resolved: Resolved
@@ -36,11 +36,11 @@ class Candidate:
 def candidates(
     sources: Sequence[str | Path], steps: Sequence[int], resolve: Callable[[str | None], Resolved], n: int
 ) -> tuple[Candidate, ...]:
-    """Return the models and checkpoints to evaluate, in the order of `given`: a name is a model, and a path is a run,
-    of which the newest checkpoint or those of `steps` are evaluated. `resolve` returns the configuration of the command
-    line with a model.
+    """Return the models and checkpoints to evaluate, in the order of `sources`. A name is a model; a path is a run,
+    whose newest checkpoint (or the checkpoints of `steps`) is evaluated. `resolve` returns the command line's
+    configuration with a given model.
 
-    Raises InputError where there is none, or one is there twice, and for a step without a run.
+    Raises InputError for no candidates, for duplicates, and for `steps` without a run.
     """
     if steps and not any(isinstance(source, Path) for source in sources):
         raise InputError(f"--step {steps[0]} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
@@ -62,9 +62,9 @@ def candidates(
     origin = f"eval, as {first.label}"
     values = {key: Value(key, shared[key], origin) for key in SHARED}
     if settings_asked.origin[TEMPERATURE] == DEFAULT:
-        # A run's own is that of its rollouts; one sample is the most likely one.
+        # A run's temperature is for rollouts. A single sample is greedy.
         values[TEMPERATURE] = Value(TEMPERATURE, 0.0 if n == 1 else 1.0, f"eval, with --n {n}")
-    # The length that a run's prompts left room for says nothing about those of a task.
+    # A run's maximum length follows from its training prompts, and does not apply to a task's prompts.
     free_keys = set() if settings_asked.origin["model.max_length"] != DEFAULT else {"model.max_length"}
     return tuple(
         replace(candidate, resolved=_with(candidate.resolved, list(values.values()), free_keys)) for candidate in chosen
@@ -76,7 +76,7 @@ def leading(listed: Sequence[Candidate]) -> Candidate:
 
 
 def _with(resolved: Resolved, values: Sequence[Value], left_out: set[str]) -> Resolved:
-    """Return the configuration with those of `values` that are others than its own, and without `left_out`."""
+    """Return the configuration with the `values` that differ from its values, and without the keys `left_out`."""
     values_given = dict(resolved.leaves())
     below = [value for value in resolved.given() if value.key not in left_out]
     changed = [value for value in values if values_given.get(value.key) != value.value]
@@ -94,7 +94,7 @@ def _of_model(resolved: Resolved) -> Candidate:
 
 
 def with_vision(candidate: Candidate) -> Candidate:
-    """Return a model that is opened with the part that reads images; a run has its own setting."""
+    """Return the candidate with `model.images = true` if it is a model without a setting. A run keeps its setting."""
     resolved = candidate.resolved
     if candidate.checkpoint is not None or resolved.config.model.images is not None:
         return candidate
@@ -102,7 +102,6 @@ def with_vision(candidate: Candidate) -> Candidate:
 
 
 def at_one_time(listed: Sequence[Candidate], file: SampleFile) -> list[Candidate]:
-    """Return models whose chat templates write the same time: the first one's, else the time of the file's samples,
-    else now."""
+    """Give all chat templates the same time: the first candidate's, else the time in the samples file, else now."""
     time = with_time(leading(listed).resolved, file.setting(TIME)).config.model.chat_template_time
     return [replace(candidate, resolved=with_time(candidate.resolved, time)) for candidate in listed]

@@ -22,8 +22,11 @@ from rlctl.training.agreement import error_limit
 def started_engines(
     job: CompletionJob, plan: Plan, tell: Tell, play: EnvironmentEpisodes | None = None
 ) -> Iterator[tuple[EngineClient, PolicyClient | None, contextlib.AbstractContextManager[Any]]]:
-    """Engines with the weights asked for, which play episodes as `play` says (None: of one answer), the policy on the
-    same devices that they are refitted from if there is one, and the engines' turn on these devices."""
+    """Yield (engines with the job's weights, policy or None, context in which the engines may use shared devices).
+
+    `play`: how engines play episodes; None: one answer per prompt. A Megatron checkpoint needs a policy on the same
+    devices, which loads the checkpoint and refits the engines.
+    """
     spec, address = job.engines(plan), job.config.cluster.ray_address
     if play is not None:
         spec = replace(spec, episode=replace(play, max_length=spec.engine.max_length))
@@ -35,7 +38,7 @@ def started_engines(
             return
         with start_run_workers(replace(job.workers(plan), engines=spec), logs) as workers:
             saved, adapters = job.checkpoint, job.config.training.lora.rank > 0
-            if saved is None or adapters:  # a checkpoint of adapters holds these alone
+            if saved is None or adapters:  # a checkpoint of adapters contains no base weights
                 workers.policy.load_model(job.model.source.weights)
             if saved is not None:
                 (workers.policy.load_saved if adapters else workers.policy.load_model)(saved.policy)

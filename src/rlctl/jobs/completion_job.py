@@ -1,4 +1,4 @@
-"""The model, or the checkpoint of a run, that completes prompts, and its plan."""
+"""The model or checkpoint that completes prompts, and its plan."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rlctl.settings.config import RolloutConfig
 
 @dataclass(frozen=True)
 class CompletionJob:
-    """The model, or the checkpoint of a run, that completes prompts, and how many samples each gets."""
+    """The model or checkpoint that completes prompts, and the number of samples per prompt."""
 
     resolved: Resolved
     model: NamedModel
     samples: int = 1
     checkpoint: Checkpoint | None = None
-    """Weights of a run, in place of the model's own."""
+    """A run's checkpoint whose weights replace the model's; None: the model's weights."""
     compares: bool = False
-    """A policy computes the log-probs of what the engines sample, too."""
+    """Also compute the log-probs of sampled tokens with a policy."""
 
     @property
     def config(self) -> RolloutConfig:
@@ -42,11 +42,11 @@ class CompletionJob:
         return self.model.facts
 
     def plan(self, prompt_tokens: list[int], assume: str | None = None) -> Plan:
-        """The engines for prompts of these lengths; where the weights are a Megatron checkpoint, the policy that reads
-        it too, laid out as for training with the same prompts.
+        """Return a plan of engines for prompts of these lengths. For a Megatron checkpoint, the plan also contains a
+        policy that reads it, laid out for training with the same prompts.
 
-        `assume` is the GPU to plan for where GPUs are asked for and this machine has none to look at. Raises what
-        `plan_from_config` raises.
+        `assume`: GPU type to plan for if this machine lacks the requested GPUs. Raises the errors of
+        `plan_from_config`.
         """
         work = completions_workload(self.config, self.facts, prompt_tokens, self.samples)
         if self.checkpoint or self.model.source.megatron or self.compares:
@@ -56,7 +56,8 @@ class CompletionJob:
         return plan_from_config(self.config, self.facts, work, assume=assume)
 
     def checked_plan(self, prompt_tokens: list[int]) -> Plan:
-        """The plan, refused where it cannot be run, this machine lacks its devices, or nodes may not see the model."""
+        """Return the plan. Raises if it cannot run, this machine lacks its devices, or other nodes may not see the
+        model's directory."""
         plan = self.plan(prompt_tokens)
         refuse_unrunnable(plan)
         engine_backend(self.config.generation.backend).refuse(self.config, self.facts, device_of(plan))
@@ -65,29 +66,28 @@ class CompletionJob:
         return plan
 
     def engines(self, plan: Plan) -> EnginesSpec:
-        """The engines of a plan; the configuration holds the plan's values."""
+        """Return the specification of a plan's engines. The configuration contains the plan's values."""
         if plan.training is not None:
             engines = self.workers(plan).engines
-            assert engines is not None  # a plan of completions has them
+            assert engines is not None  # a plan for completions has engines
             return engines
         directory = self.model.source.directory
         return planned_engines(self.config, self.facts, plan, directory, plan.workload.max_length, colocated=False)
 
     def workers(self, plan: Plan) -> RunWorkersSpec:
-        """Policy and engines of a plan with both."""
+        """Return the specification of the policy and engines of a plan with both."""
         directory, length = self.model.source.directory, plan.workload.max_length
         return planned_workers(self.config, self.facts, plan, directory, None, max_length=length, dummy_weights=True)
 
     def arguments(self, plan: Plan) -> BackendArguments:
-        """The arguments of the classes that are built for a plan."""
+        """Return the arguments of the classes in a plan's processes."""
         return BackendArguments.of(self.workers(plan) if plan.training else self.engines(plan))
 
 
 def completion_job(
     resolved: Resolved, samples: int, checkpoint: Checkpoint | None, prompts: int, tell: Tell
 ) -> CompletionJob:
-    """The job of completing `prompts` prompts; what can be refused without the weights is refused before they are
-    fetched."""
+    """Return a job that completes `prompts` prompts. Checks that need no weights run before the weights are fetched."""
     resolved.require_supported()
     run = RunDirectory(checkpoint.path.parents[1]) if checkpoint else None
     with run.opened_from_here() if run else contextlib.nullcontext():

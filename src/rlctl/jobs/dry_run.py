@@ -1,4 +1,4 @@
-"""Dry runs: the configuration, the plan and the engines' exact arguments of a command, without starting anything."""
+"""Dry runs: a command's configuration, plan and engine arguments, without starting any process of the run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from rlctl.settings.data import ModelConfig
 
 
 def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
-    """Configuration and plan with every check that needs no process, and notes on what could not be checked here; the
-    rewards are tried on `completion` too."""
+    """Check a training run, and return its configuration, plan, and notes on skipped checks. The rewards also score
+    `completion` as a trial."""
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
     messages: list[str] = []
@@ -41,7 +41,7 @@ def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
     try:
         job = job_of(named_run, lambda _: None, completion=completion)
     except InputError as error:
-        # A model of the catalog can be planned for without its files.
+        # The catalog has the facts for a plan, so a missing model needs no files.
         model = named_run.config.model
         if not model.name or lookup_entry(model.name) is None or not _model_is_absent(model):
             raise
@@ -66,7 +66,7 @@ def _dry_train_without_model(
 
 
 def dry_refit_test(resolved: Resolved) -> DryRun:
-    """Plan what `refit-test` would start. Needs neither the model's weights nor a GPU."""
+    """Plan the processes of `refit-test`. Needs neither the model's weights nor a GPU."""
     facts = published_facts(resolved.config.model)
     planned, plan = runnable_plan(resolved, facts, method_from_config(resolved.config, tries_loss=False), ASSUMED_GPU)
     job = RefitTestJob(planned.config, _unopened(resolved), facts, plan)
@@ -74,7 +74,7 @@ def dry_refit_test(resolved: Resolved) -> DryRun:
 
 
 def dry_generate(resolved: Resolved, samples: int, checkpoint: Checkpoint | None, prompts: int) -> DryRun:
-    """Plan what `generate` would start for that many prompts. Needs neither the model's weights nor a GPU."""
+    """Plan the processes of `generate` for `prompts` prompts. Needs neither the model's weights nor a GPU."""
     model = NamedModel(_unopened(resolved), published_facts(resolved.config.model, engines_alone=True))
     job = CompletionJob(resolved, model, samples, checkpoint)
     plan = job.plan([PROMPT_TOKENS] * prompts, assume=ASSUMED_GPU)

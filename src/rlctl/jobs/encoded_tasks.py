@@ -1,4 +1,4 @@
-"""A model with the tokens of an evaluation's prompts, and the settings that its samples follow from."""
+"""A model with the tokens of an evaluation's prompts, and the settings that determine its samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rlctl.settings.rewards import RewardTerm
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that an evaluation is made of; nothing is started yet."""
+    """Models, tasks and numbers of an evaluation."""
 
     candidates: tuple[Candidate, ...]
     tasks: tuple[Task, ...]
@@ -43,10 +43,10 @@ class Encoded:
     job: CompletionJob
     encoders: Mapping[str, PromptEncoder]
     prompts: Mapping[str, list[tuple[int, ...]]]
-    """By task, in the order of its rows."""
+    """Tokens of each prompt by task, in the order of its rows."""
     identity: str
     play: EnvironmentEpisodes | None = None
-    """How its episodes go; None: each prompt gets one answer."""
+    """How engines play episodes; None: each prompt gets one answer."""
 
     @classmethod
     def of(cls, evaluation: Evaluation, candidate: Candidate, tell: Tell) -> Encoded:
@@ -89,7 +89,7 @@ class Encoded:
         return cls(candidate, job, encoders, prompts, identity, play)
 
     def opens_thought(self, task: Task) -> bool:
-        """Whether completions begin inside of a thought."""
+        """Return whether completions begin inside a thought."""
         return self.encoders[task.label].opens_thought
 
     def sampling(self, task: Task) -> Sampling:
@@ -102,8 +102,8 @@ class Encoded:
         )
 
     def settings(self, task: Task) -> dict[str, Any]:
-        """Return what the samples of a task follow from. The number of prompts and of samples is left out: each sample
-        follows from its own seed, so that a file can grow."""
+        """Return the settings that determine a task's samples. The numbers of prompts and samples are left out, because
+        each sample depends only on its seed, so that a file can grow."""
         data, config, sampling = task.data, self.job.config, self.sampling(task)
         template = config.model.chat_template
         return {
@@ -135,7 +135,7 @@ class Encoded:
         return self.encoders[task.label].writes_time or any(name.startswith(MODEL) for name in scorers)
 
     def missing(self, task: Task, file: SampleFile, samples: int) -> list[tuple[int, int]]:
-        """Return row and number of each sample that the file lacks."""
+        """Return (row, sample number) of each sample that the file lacks."""
         there = file.samples(task.label, self.candidate.label)
         return [(row, sample) for row in task.rows for sample in range(samples) if (row, sample) not in there]
 

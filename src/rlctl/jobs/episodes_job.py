@@ -1,4 +1,4 @@
-"""The episodes to play: prompts, rewards, and the model that plays them."""
+"""Episodes to play without training: prompts, rewards, and the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlctl.runs.directory import Checkpoint
 
 @dataclass(frozen=True)
 class EpisodesJob:
-    """The episodes to play: who plays them, and on which rows."""
+    """Episodes to play: the model, the data rows, the rewards, and the number of episodes."""
 
     completions: CompletionJob
     prompts: PromptStream
@@ -25,7 +25,7 @@ class EpisodesJob:
     count: int
 
     def describe(self) -> list[str]:
-        """Return what is played, in lines for a person."""
+        """Return lines for the terminal about data, environment and rewards."""
         environment = self.prompts.environment
         of_rewards = self.rewards.describe() if self.rewards else []
         return [*self.prompts.describe(), *(environment.describe() if environment else []), *of_rewards]
@@ -34,7 +34,7 @@ class EpisodesJob:
 def episodes_job(
     resolved: Resolved, checkpoint: Checkpoint | None, count: int, compares: bool, tell: Tell
 ) -> EpisodesJob:
-    """Open model, data and environment. Raises InputError for what is wrong with them."""
+    """Open model, data and environment. Raises InputError for problems with any of them."""
     resolved = with_time(resolved if checkpoint else with_images(resolved))
     job = replace(completion_job(resolved, 1, checkpoint, count, tell), compares=compares)
     if checkpoint is not None and compares:

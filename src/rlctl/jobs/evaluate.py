@@ -1,8 +1,8 @@
-"""Evaluation: models and checkpoints of runs sample the answers to tasks, which scorers judge.
+"""Evaluation: models and checkpoints answer the prompts of tasks, and scorers judge the answers.
 
-    models x tasks ---> prompts that the file lacks ---> engines ---> scorers ---> file of samples ---> metrics
+    models x tasks ---> prompts without samples in the file ---> engines ---> scorers ---> file of samples ---> metrics
 
-All models get the same prompts, the same seeds and the same sampling, so that they can be compared prompt by prompt.
+All models get the same prompts, seeds and sampling parameters, so that they can be compared prompt by prompt.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from rlctl.telemetry.display import WorkProgress
 
 MOST_SAMPLES = 10_000_000
 CALLS_AHEAD = 4
-"""Samples of one call to the engines, in multiples of what they decode at once: few calls, and seldom idle engines."""
+"""Samples per call to the engines, as a multiple of their concurrent samples. Larger calls leave engines idle less
+often."""
 FEWEST_A_CALL = 16
 FIRST_EPISODE = 2**49
-"""Positions of environments' seeds, which neither training nor validation reaches."""
+"""First position for environment seeds, beyond the positions of training and validation."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Result:
     metrics: dict[str, Estimate]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as --json and the Python API have it."""
+        """Return the result for `--json` and the Python API."""
         metrics = {name: {"value": metric.value, "stderr": metric.stderr} for name, metric in self.metrics.items()}
         return {"task": self.task, "model": self.model, "samples": self.samples, "metrics": metrics}
 
@@ -59,9 +60,9 @@ class Result:
 def evaluation(
     chosen: tuple[Candidate, ...], names: Sequence[str], samples: int, ks: Sequence[int], limit: int | None
 ) -> Evaluation:
-    """Return the evaluation of these models on these tasks, which are opened.
+    """Open the tasks, and return the evaluation of `chosen` on them.
 
-    Raises InputError for a task that is wrong or there twice, and for more samples than can be kept or fewer than
+    Raises InputError for a missing or duplicate task, for more than MOST_SAMPLES samples, and for fewer samples than
     pass@k needs."""
     if ks and max(ks) > samples:
         raise InputError(
@@ -81,7 +82,7 @@ def evaluation(
 
 
 def evaluate(job: Evaluation, file: SampleFile, tell: Tell) -> list[Result]:
-    """Sample and score what `file` lacks; return the metrics of each task and model, task by task."""
+    """Sample and score the samples that `file` lacks; return the metrics of each task and model, task by task."""
     encoded = [Encoded.of(job, candidate, tell) for candidate in at_one_time(job.candidates, file)]
     for encoded_tasks in encoded:
         for task in job.tasks:
@@ -153,8 +154,8 @@ def _scored(
     results = generate_groups(engines, requests, encoded.sampling(task), config.cluster.step_limit_s)
     answers: list[GroupScores | None] = [None] * len(results)
     if scorer is not None:
-        asked = (ScoreRequest(rows[r.group], r.texts, r.transcripts if r.episodes else None) for r in results)
-        answers = [*scorer.score(list(asked))]
+        to_score = [ScoreRequest(rows[r.group], r.texts, r.transcripts if r.episodes else None) for r in results]
+        answers = [*scorer.score(to_score)]
     groups, _ = groups_with_scores(
         results, rows, seeds, answers, "zero" if config.reward.on_error == "zero" else "stop"
     )
@@ -180,7 +181,7 @@ def _record(encoded: Encoded, task: Task, group: RolloutGroup, rollout: Rollout,
         "answer_given": vote(
             text, task.rewards.extraction if task.rewards else "full", opened=encoded.opens_thought(task)
         ),
-        # Without a scorer of reference answers it is right where the reward is full.
+        # Without a scorer that compares with reference answers, a sample with the full reward counts as right.
         "right": ((rollout.reward if rollout.accuracy is None else rollout.accuracy) or 0.0) >= 1,
         "score": rollout.reward or 0.0,
         "tokens": rollout.response_tokens,

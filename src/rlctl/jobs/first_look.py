@@ -1,4 +1,4 @@
-"""The first rows of a run as the model reads them, and what the rewards give them."""
+"""A run's first rows as the model reads them, and their rewards."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rlctl.rewards.reward_plan import Trial
 from rlctl.rollouts.dataset import TextStream
 
 SHOWN_LINES = 8
-"""Lines of a prompt that are shown of its beginning, and as many of its end."""
+"""Number of lines shown from the start of a long prompt, and from its end."""
 SHOWN_COLUMNS = 60
-"""Columns of a completion that are shown."""
+"""Maximum number of columns of a shown completion."""
 
 
 @dataclass(frozen=True)
 class FirstLook:
-    """The first prompt, or text, of each dataset as the model reads it, all lengths, and what the rewards give."""
+    """The first prompt or text of each dataset as the model reads it, its rewards, and the lengths of prompts."""
 
     prompts: tuple[FirstPrompt, ...]
     prompt_tokens: tuple[int, ...]
-    """Lengths of the first prompts, or texts, that the run uses."""
+    """Lengths of the run's first prompts or texts."""
     kind: str = "prompt"
     """Word for a row of the data."""
 
@@ -44,7 +44,7 @@ class FirstLook:
         return cls(tuple(prompts), job.prompt_tokens, job.prompts.kind)
 
     def text(self) -> list[str]:
-        """Return lines with all of it; a long prompt is shown by its beginning and its end."""
+        """Return lines for the terminal. Long prompts are cut in the middle."""
         lines = []
         for prompt in self.prompts:
             trained = "" if prompt.trained is None else f", {prompt.trained:,} of them with a loss"
@@ -61,23 +61,23 @@ class FirstLook:
 
 @dataclass(frozen=True)
 class FirstPrompt:
-    """One prompt as the model reads it, and what the rewards give its completions."""
+    """A prompt as the model reads it, and the rewards of its trial completions."""
 
     where: str
     tokens: int
     text: str
     """The prompt with its special tokens."""
     trials: tuple[Trial, ...]
-    """Its reference answer, and the completion that the user gave if there is one."""
+    """Scores of the reference answer, and of the user's trial completion if there is one."""
     trained: int | None = None
-    """Tokens with a loss, where it is a text to train on."""
+    """Number of tokens with a loss; None: the row is a prompt."""
     images: int = 0
     image_tokens: int = 0
-    """Tokens that its images are read as."""
+    """Number of tokens of the prompt's images."""
 
 
 def _with_images_named(read: EncodedPrompt, encoder: PromptEncoder) -> str:
-    """Return a prompt as text, in which the size of each image stands for it."""
+    """Return a prompt as text with each image replaced by its size."""
     pieces, after, decode = list[Any](), 0, encoder.tokenizer.decode
     for part in read.media:
         before = decode(list(read.tokens[after : part.start]), skip_special_tokens=False)

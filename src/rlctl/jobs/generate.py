@@ -1,4 +1,4 @@
-"""Completions outside of training, sampled from a model or from a run's checkpoint refitted into an engine."""
+"""Completions outside training, sampled from a model or from a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlctl.rollouts.source import sample_seed
 
 
 def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Iterator[dict[str, Any]]:
-    """One record a prompt, in order: `prompt` and `completions` [{text, token_ids, logprobs, finish_reason}]."""
+    """Yield one record per prompt, in order: `prompt`, `completions` [{text, token_ids, logprobs, finish_reason}]."""
     config, directory = job.config, job.model.source.directory
     encoder = PromptEncoder.build(load_tokenizer(directory, config.model), config.model, config.data, directory)
     if encoder.note:
@@ -48,8 +48,8 @@ def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Itera
 def with_room(
     job: CompletionJob, prompts: Sequence[tuple[int, ...]], rows: Sequence[PromptRow], tell: Tell
 ) -> list[tuple[int, ...]]:
-    """Return the tokens of prompts, those cut from the left that leave no room for a token within what the model takes.
-    Raises InputError naming such a prompt unless `data.too_long` cuts it."""
+    """Return the tokens of prompts. A prompt that leaves no room for a new token is cut from the left with
+    `data.too_long = cut`, and raises InputError otherwise."""
     config = job.config
     limit = min(config.model.max_length or job.facts.max_length, job.facts.max_length)
     long = [place for place, prompt in enumerate(prompts) if len(prompt) >= limit]

@@ -1,4 +1,4 @@
-"""Prompts of the command line, of a file and of stdin."""
+"""Prompts from the command line, a file or stdin."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rlctl.settings.data import DataConfig
 def read_prompts(
     texts: Sequence[str], file: str | None, data: DataConfig, images: Sequence[str] = ()
 ) -> list[PromptRow]:
-    """Return the prompts of `--prompt`, each with the `images`, and of `--prompts-file`: a data file with
-    `data.prompt_field`, or a text with one prompt a line in a file or (`-`) on stdin. Raises InputError naming the
-    flag, the file and the line."""
+    """Return the prompts of `--prompt`, each with `images`, and of `--prompts-file`: a data file with
+    `data.prompt_field`, or text with one prompt per line from a file or stdin (`-`). Raises InputError with the flag,
+    the file and the line."""
     if images and not texts:
         raise InputError("--image applies to --prompt.", 'Give --prompt TEXT; a data file has a field "image".')
     prompts = [
@@ -35,7 +35,7 @@ def read_prompts(
         for i, text in enumerate(texts)
     ]
     for image in (image for row in prompts[:1] for image in row.images):
-        image.size()  # a missing file is told before the model is opened
+        image.size()  # raises for a missing file before the model is opened
     if file is not None:
         prompts += _file_prompts(Path(file), data)
     if file is not None and len(prompts) == len(texts):
@@ -51,7 +51,7 @@ def _file_prompts(path: Path, data: DataConfig) -> Iterator[PromptRow]:
             yield _row(record, where, data.model_copy(update={"name": str(path)}))
         return
     text = _stdin() if str(path) == "-" else read_text(path, "--prompts-file")
-    for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may be in a prompt
+    for number, line in enumerate(text.split("\n"), 1):  # `splitlines` would also split at characters in prompts
         where = f"{'stdin' if str(path) == '-' else path.name}, line {number}"
         if line.strip():
             yield PromptRow(0, where, checked_prompt(line, "prompt", where), None)

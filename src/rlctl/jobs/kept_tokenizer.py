@@ -1,4 +1,4 @@
-"""The tokenizer and chat template of a run in its directory, for the exports of its checkpoints."""
+"""Copy of a run's tokenizer and chat template in its directory, for exports of its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlctl.preparation.job import Job
 
 
 def keep_tokenizer(job: Job, run: Path) -> None:
-    """Write what an export of the run needs where its tokenizer, chat template or end tokens are not as in the base
-    model's directory. Answers end with tokens of the template, so the generation configuration lists them."""
+    """Write the run's tokenizer files if its tokenizer, chat template or end tokens differ from the base model's
+    directory. The generation configuration lists the template's end tokens, since answers end with them."""
     model, base, kept = job.config.model, job.base_model.directory, run / RUN_TOKENIZER
     directory = base
     if model.tokenizer:

@@ -25,10 +25,10 @@ OWN_REWARD = f"{REWARD}:reward"
 QUESTIONS = 96
 HELD_OUT = 16
 EXAMPLE_TOKENS = 128
-"""Tokens for a small model that answers an example question in several sentences."""
+"""Minimum of `generation.max_new_tokens` for the example data: a small model answers in several sentences."""
 
 TEXTS = Path(__file__).with_name("init")
-"""The files that are written: the configuration, in which names in braces are filled in, and the reward."""
+"""Templates of the written files: the configuration, with placeholders in braces, and the reward."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class NewRun:
         return "task" if (self.data or "").startswith(GYM_PREFIX) else OWN_REWARD
 
     def _fields(self) -> tuple[str, str] | None:
-        """Return the columns of prompt and answer; None for data that is no file. Raises InputError for a file without
+        """Return the columns of prompt and answer; None if the data is not a file. Raises InputError for a file without
         a prompt column."""
         if self.data is None:
             return "question", "answer"
@@ -111,7 +111,7 @@ def usual_preset() -> str:
 
 
 def usual_model(preset: str) -> str:
-    """Return the model that a preset names, or nothing."""
+    """Return the model in a preset; empty: the preset has none."""
     return resolve(preset, environment={}).config.model.name or ""
 
 
@@ -132,5 +132,5 @@ def example_rows() -> list[dict[str, str]]:
             "question": f"{who} has {a} {question} and gets {b} more. How many {question} does {who} have now?",
             "answer": str(a + b),
         }
-        for a, b, who, question in random.Random(0).sample(every, QUESTIONS)  # no row twice: some are held out
+        for a, b, who, question in random.Random(0).sample(every, QUESTIONS)  # no duplicates, since some are held out
     ]

@@ -1,4 +1,4 @@
-"""The policy of a run as its recovery has it: which processes are lost, and how they start and load again."""
+"""Restart of a run's policy for its recovery: detect lost processes, start them again, and load their state."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from rlctl.training.recovery import NoRecovery, Recovery
 from rlctl.training.saving import Saver, intact
 
 PLACE_S = 30.0
-"""Seconds in which Ray finds another place for the ranks of a lost host, if there is one."""
+"""Time limit for Ray to place the ranks of a lost host elsewhere. Without a spare host, the policy is planned again."""
 
 
 def load_policy(job: Job, display: Display, policy: PolicyClient, teacher: PolicyClient | None) -> None:
-    """Give the policy and its teacher the weights that the run begins with."""
+    """Load the initial weights of the policy and its teacher."""
     load_first(job, display, policy)
     if teacher is not None:
         load_teacher(job, display, policy, teacher)
@@ -35,7 +35,7 @@ def load_first(job: Job, display: Display, policy: PolicyClient) -> None:
     display.doing("loading weights")
     policy.load_model(job.base_model.weights)
     if "reference_logprobs" in job.method.needs:
-        # The reference is the model the run began with, also when it goes on from a checkpoint.
+        # The reference is the base model, so copy it before a checkpoint is loaded.
         policy.hold_reference()
     if job.projection is not None:
         policy.hold_projection(job.projection)
@@ -44,7 +44,7 @@ def load_first(job: Job, display: Display, policy: PolicyClient) -> None:
 def load_teacher(job: Job, display: Display, policy: PolicyClient, teacher: PolicyClient) -> None:
     assert job.teacher is not None  # its process was started
     display.doing(f"loading the {teacher.group.name}")
-    # Rollouts are scored while the policy trains, where they are sampled meanwhile.
+    # In asynchronous runs a reward model scores rollouts while the policy trains, so it stays on the device.
     stays = job.config.samples_while_training and not job.config.named_teacher
     policy.teacher = Teacher(teacher, job.offload and not stays)
     policy.teacher.load_model(job.teacher.source.weights)
@@ -58,7 +58,7 @@ def recovery_of(
         return NoRecovery()
     memory = None
     if every := job.plan.memory_checkpoint_every:
-        assert workers.again is not None  # it is a run's
+        assert workers.again is not None  # set by `start_run_workers`
         hosts = MemoryHosts(workers.again.places, workers.again.start_memory, run.path / "memory_checkpoint")
         limit_s = job.config.cluster.step_limit_s
         memory = MemoryCheckpoints(workers.policy, hosts, every, limit_s, display.say)
@@ -66,8 +66,8 @@ def recovery_of(
 
 
 def smaller(job: Job, nodes: int) -> Job:
-    """Return a job with its policy planned again, for so many nodes. Its engines keep their layout, unless they share
-    the policy's devices. Raises as `step_plan`."""
+    """Return the job with a new plan of the policy for `nodes` nodes. The engines keep their layout, unless they share
+    the policy's devices. Raises the errors of `step_plan`."""
     decided = {key for key, origin in job.resolved.origin.items() if origin == PLANNER}
     again = {key for key in decided if job.plan.colocated or not key.startswith("generation.")}
     fewer = {"cluster.nodes": nodes, "cluster.spare_nodes": 0}
@@ -78,7 +78,7 @@ def smaller(job: Job, nodes: int) -> Job:
 
 
 class RunPolicy:
-    """Methods as in `TrainedPolicy`."""
+    """Implements `training.recovery.TrainedPolicy` with a run's processes and checkpoints."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class RunPolicy:
         memory: MemoryCheckpoints | None,
         display: Display,
     ) -> None:
-        """`memory` None: no checkpoints are in the hosts' memory."""
-        assert workers.again is not None  # it is a run's
+        """`memory` None: the run keeps no checkpoints in the hosts' memory."""
+        assert workers.again is not None  # set by `start_run_workers`
         self._job, self._run, self._memory, self._display = job, run, memory, display
         self._workers, self._again, self._sync = workers, workers.again, sync
         self._teacher_lost = False
@@ -131,7 +131,7 @@ class RunPolicy:
         return step
 
     def _start_processes(self) -> None:
-        """Start the processes; again where Ray has missed one of their hosts only meanwhile."""
+        """Start the processes. Repeat if their start fails because Ray reports another lost host in the meantime."""
         while True:
             self._find_places()
             try:
@@ -142,7 +142,7 @@ class RunPolicy:
                     raise
 
     def _find_places(self) -> None:
-        """Find places for the policy's ranks, or plan again for those that are left."""
+        """Update the bundles of the policy's ranks, or plan again for the remaining bundles."""
         try:
             self._again.find_places(PLACE_S)
         except WaitTimeoutError:
@@ -171,7 +171,8 @@ class RunPolicy:
         return True
 
     def _newest(self, most: int) -> tuple[int, Path | None]:
-        """Return the newest state of step `most` at most, and its folder; None: the run began with it."""
+        """Return (step, folder) of the newest intact state up to step `most`, in memory or on disk. Folder None: no
+        checkpoint, so the policy keeps the initial weights of step 0."""
         saved = [checkpoint for checkpoint in self._run.checkpoints() if checkpoint.step <= most]
         least = saved[-1].step if saved else 0
         if self._memory is not None and (kept := self._memory.newest(least, most)) is not None:
@@ -188,7 +189,7 @@ class RunPolicy:
             f"the policy is back: {report.bytes / 1e6:.0f} MB of version {version} in the engines in "
             f"{sum(report.seconds.values()):.1f} s, {report.verified} tensors compared, all equal"
         )
-        if not self._job.config.turn_tokens:  # engines of validation alone
+        if not self._job.config.turn_tokens:  # the engines only validate, so the loop does not take the devices back
             self._sync.to_policy()
 
     def take_turn(self) -> None:

@@ -1,4 +1,4 @@
-"""Upload of a converted model to the Hugging Face hub, with a model card that says how it was trained."""
+"""Upload of a converted model to the Hugging Face hub, with a model card about its training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CARD = "README.md"
 
 
 def require_hub(name: str) -> None:
-    """Raise InputError where nothing can be uploaded as `name`: an impossible name, or no token."""
+    """Raise InputError for an invalid repository name, or if there is no hub token."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -37,7 +37,7 @@ def require_hub(name: str) -> None:
 
 
 def publish(directory: Path, name: str, *, private: bool) -> str:
-    """Upload a directory as the model `name`; return its address. Raises RlctlError where the hub does not take it."""
+    """Upload a directory as the model `name`; return its address. Raises RlctlError if the upload fails."""
     from httpx import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -56,21 +56,21 @@ def publish(directory: Path, name: str, *, private: bool) -> str:
 
 
 def run_of(source: Path) -> RunDirectory | None:
-    """Return the run that a checkpoint belongs to; None: it belongs to none."""
+    """Return the run that contains a checkpoint; None: no run does."""
     places = [source, *source.absolute().parents[:3]]
     run_place = next((place for place in places if (place / MANIFEST).is_file()), None)
     return RunDirectory(run_place) if run_place else None
 
 
 def write_card(directory: Path, name: str, run: RunDirectory | None) -> None:
-    """Write the model card into a converted model, unless it has one."""
+    """Write the model card into the directory of a converted model, unless it has one."""
     path = directory / CARD
     if not path.exists():
         path.write_text(card(directory, name, run))
 
 
 def card(directory: Path, name: str, run: RunDirectory | None) -> str:
-    """Return the model card: what it was made from, how, and how to use it."""
+    """Return the text of a model card: base model, data, settings and results of the run, and example code."""
     adapters = (directory / "adapter_config.json").exists()
     config = run.manifest()["config"] if run else {}
     values = {key: entry.get("value") for key, entry in config.items() if isinstance(entry, dict)}
@@ -118,7 +118,7 @@ def _story(values: Mapping[str, Any], run: RunDirectory | None) -> list[str]:
 def _reported(run: RunDirectory) -> ReportedRun | None:
     try:
         return reported(run, "")
-    except InputError:  # no step has finished, or its metrics are gone
+    except InputError:  # no step has finished, or the metrics are missing
         return None
 
 

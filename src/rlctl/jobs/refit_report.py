@@ -1,4 +1,5 @@
-"""The refit test and its report: refits with perturbed weights between them; every tensor and log-probs compared."""
+"""The refit test and its report: refit several times with perturbed weights, and compare every tensor and
+log-probs."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from rlctl.refit.weight_sender import WeightSender
 
 PERTURBATION = 0.02
 SPARSE_SHARE = 0.02
-# Quantized engines: largest average difference of log-probs, as a part of that with the weights before.
+# Quantized engines: maximum mean difference of log-probs, as a share of the difference before the refit.
 QUANTIZED_SHARE = 0.5
-EXPLAINED = 8  # tensors whose values are looked at to guess a cause
+EXPLAINED = 8  # number of wrong tensors whose values are fetched to guess a cause
 COPY_BYTES_LIMIT = 1 << 30
 
 
@@ -34,10 +35,10 @@ class LogprobLimit:
     max_abs: float
 
     def exceeded(self, stats: LogprobStats | None) -> str:
-        """Say by how much `found` is too large; empty where it is not."""
+        """Return a clause about the limit that `stats` exceeds; empty: it exceeds none."""
         if stats is None:
             return "were not compared"
-        if not stats.max_abs <= self.max_abs:  # also where it is not a number
+        if not stats.max_abs <= self.max_abs:  # also true for NaN
             return f"differ by up to {stats.max_abs:.2e} (limit {self.max_abs:.0e})"
         if not stats.mean_abs <= self.mean_abs:
             return f"differ by {stats.mean_abs:.2e} on average (limit {self.mean_abs:.0e})"
@@ -60,14 +61,14 @@ class RefitTestReport:
     verify_seconds: list[float] = field(default_factory=list)
     causes: dict[str, str] = field(default_factory=dict)
     taken: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    """The receive path of each tensor, and why it took it."""
+    """(receive path, reason) pairs of each tensor."""
     after: LogprobStats | None = None
-    """Right after refits, on prompts that the engine had cached under the weights before."""
+    """Differences after the refits, on prompts that the engine's prefix cache contains from earlier weights."""
     stale: LogprobStats | None = None
-    """With perturbed weights and no refit yet: shows that the comparison can fail."""
+    """Differences after a perturbation and before the refit, which show that the comparison can fail."""
     limit_gb_per_s: float = 0.0
     synthetic: bool = False
-    """Between processes that hold parameters of reduced width, without an engine: no log-probs."""
+    """The test ran between processes with parameters of reduced width, without an engine and log-probs."""
 
     @property
     def mismatched(self) -> list[str]:
@@ -83,12 +84,12 @@ class RefitTestReport:
 
     @property
     def unread(self) -> list[tuple[str, str]]:
-        """Tensors that the engine holds in a form that cannot be read back, and why."""
+        """(tensor, reason) for tensors that the engine stores in an unreadable form."""
         return sorted({pair for comparison in self.comparisons for pair in comparison.unread})
 
     @property
     def problems(self) -> list[str]:
-        """Sentences about what is wrong; empty: the test passed."""
+        """One sentence per failure; empty: the test passed."""
         lines = [f"{name} differs: {self.causes.get(name, 'not looked into')}" for name in self.mismatched]
         lines += [f"{name} is missing in the engine" for name in self.missing]
         lines += [f"{name} is in the engine alone" for name in self.extra]
@@ -100,12 +101,13 @@ class RefitTestReport:
 
     @property
     def quantized(self) -> bool:
-        """Whether the engine computes with some tensors in a precision of its own."""
+        """Whether the engine quantizes some tensors."""
         return any(QUANTIZED in reason for _, reason in self.unread)
 
     def _logprobs_wrong(self) -> str:
-        """How log-probs differ by more than they may; empty: they do not. The effect of quantization on them is not
-        known beforehand: such an engine must agree with the policy better than it did with the weights before."""
+        """Return a clause about differences of log-probs beyond the limit; empty: there are none. Since the effect of
+        quantization is not known in advance, a quantized engine must agree better with the policy than before the
+        refit."""
         if not (self.quantized and self.after and self.stale):
             return self.logprob_limit.exceeded(self.after)
         limit = QUANTIZED_SHARE * self.stale.mean_abs
@@ -117,7 +119,7 @@ class RefitTestReport:
 
     @property
     def tensor_paths(self) -> list[dict[str, str]]:
-        """The receive path of each tensor; twice where engine workers hold it differently."""
+        """The receive path of each tensor; several if engine workers store the tensor differently."""
         return [
             {"name": name, "path": path, "reason": reason} for name, of in self.taken.items() for path, reason in of
         ]
@@ -163,7 +165,7 @@ def _reasons(shares: tuple[Share, ...]) -> dict[str, str]:
 
 
 def seconds_json(report: RefitReport) -> dict[str, float]:
-    """Seconds by phase, and their total."""
+    """Return the seconds by phase, and their total."""
     return {phase.value: value for phase, value in report.seconds.items()} | {"total": sum(report.seconds.values())}
 
 
@@ -180,8 +182,9 @@ def run(
     never: tuple[int, ...] = (),
     tell: Callable[[str], None],
 ) -> RefitTestReport:
-    """Refit `repeat` times (at least twice) and compare everything each time. `compare_logprobs` compares the engine's
-    log-probs with those that the policy gives the same tokens, of which `never` are not drawn."""
+    """Refit `repeat` times (at least twice), and compare all tensors and log-probs each time. `compare_logprobs`
+    compares the log-probs of engine and policy for the engine's tokens. `never`: tokens that the engine must not
+    sample."""
     session = sync.session
 
     def generate(version: int) -> list[SampledGroup]:
@@ -193,11 +196,11 @@ def run(
     for version in range(1, max(2, repeat) + 1):
         if version > 1:
             _perturb(session, version, timeout_s)
-            # Fills the prefix cache under the old weights, and shows what a missed refit would look like.
+            # Fill the prefix cache with the old weights, and measure the difference that a missed refit would leave.
             test.stale = compare_logprobs(generate(version))
         sync.devices.to_weights()
         before = _held(session) if version > 1 else {}
-        if version == 1:  # what the first refit leaves out shows as not-a-number
+        if version == 1:  # fill the engine with NaN, so that elements without an update are visible
             session.engines.within(timeout_s).call(WeightReceiver.poison)
         report = session.refit(version, verify=False)
         test.reports.append(report)
@@ -213,7 +216,7 @@ def run(
 
 
 def _perturb(session: RefitSession, version: int, timeout_s: float) -> None:
-    """Change the policy's weights: few elements where changes alone are to be sent, as in training."""
+    """Change the policy's weights; for sparse refits only a small share of elements, as in training."""
     share = SPARSE_SHARE if session.settings.sparse else 1.0
     session.policy.within(timeout_s).call(WeightSender.refit_perturb, version, PERTURBATION, share)
 
@@ -226,7 +229,7 @@ def _copy_speed(session: RefitSession, timeout_s: float) -> float:
 def run_without_engine(
     session: RefitSession, *, model: str, repeat: int, timeout_s: float, tell: Callable[[str], None] = lambda _: None
 ) -> RefitTestReport:
-    """The part of `run` that needs no engine: every tensor compared, the first refit into poisoned memory."""
+    """Refit `repeat` times (at least twice) without an engine, first into poisoned memory, and compare every tensor."""
     test = RefitTestReport(model, session.mover, "direct", NOT_COMPARED, synthetic=True)
     test.limit_gb_per_s = _copy_speed(session, timeout_s)
     session.engines.within(timeout_s).call(WeightReceiver.poison)

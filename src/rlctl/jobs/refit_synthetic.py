@@ -35,7 +35,7 @@ HIDDEN = 64
 
 @dataclass(frozen=True)
 class SyntheticJob:
-    """A model of `MODELS` to test, and the parallel sizes, mover and limits of `config`."""
+    """A model of `MODELS` to test, with the parallel sizes, transport and limits in `config`."""
 
     config: RolloutConfig
     name: str
@@ -44,7 +44,7 @@ class SyntheticJob:
 
     @property
     def facts(self) -> ModelFacts:
-        """The model at reduced width. Raises InputError for a name that is not offered."""
+        """The model at reduced width. Raises InputError for a name outside MODELS."""
         published = lookup(MODELS[self.name]) if self.name in MODELS else None
         if published is None:
             raise InputError(f"--synthetic {self.name} is not known.", f"Choose one of {', '.join(MODELS)}.")
@@ -57,7 +57,7 @@ class SyntheticJob:
 
 @contextmanager
 def synthetic_session(job: SyntheticJob, tell: Callable[[str], None]) -> Iterator[RefitSession]:
-    """An open session between processes that hold parameters in the layouts of the policy's backend and of vLLM."""
+    """Yield an open session between processes with parameters in the layouts of the policy's backend and of vLLM."""
     config, facts = job.config, job.facts
     policy_spec = PolicySpec(facts, pinned_parallel(facts, config.training), job.dtype)
     world = policy_backend(config.training.backend).layouts(policy_spec)

@@ -18,8 +18,8 @@ from rlctl.refit.decoding import fixed_prompts, policy_difference
 from rlctl.settings.generation import RefitConfig
 from rlctl.training.agreement import precision_of
 
-# By what the policy multiplies in; the limits leave two orders of magnitude above what equal weights give in float32,
-# and one in bfloat16. Those of float8 are four times as high, as in `agreement`, and were never measured.
+# By the precision of the policy's products. The limits are 100 times the differences of equal weights in float32, and
+# 10 times in bfloat16. The float8 limits are four times the bfloat16 limits, as in `agreement`, and were not measured.
 LOGPROB_LIMITS = {
     "float32": LogprobLimit(1e-4, 1e-3),
     "bfloat16": LogprobLimit(0.05, 0.3),
@@ -31,7 +31,7 @@ PROMPTS = 4
 
 
 def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> RefitTestReport:
-    """Start policy and engines, test, and stop them."""
+    """Start policy and engines, test their refits, and stop them."""
     require_seen(job.base_model, job.plan.cluster.nodes)
     if converts(job.config, job.plan):
         job = replace(job, base_model=prepared(job.base_model, job.dtype, job.plan.cluster.nodes, tell))
@@ -46,7 +46,7 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> RefitTestR
 def refit_workers(
     job: RefitTestJob, workers: RunWorkers, settings: RefitConfig, tell: Callable[[str], None]
 ) -> RefitTestReport:
-    """Test the refits of a run's workers, whose policy has its weights."""
+    """Test the refits of running workers. The policy's weights are loaded."""
     with workers.weight_sync(settings, job.base_model, receive=job.receive) as sync:
         return refit_report.run(
             sync,
@@ -63,10 +63,10 @@ def refit_workers(
 
 
 def logprob_limit(facts: ModelFacts, precision: str) -> LogprobLimit:
-    """How much log-probs of engine and policy may differ where their weights are equal.
+    """Return the limit of differences between log-probs of engine and policy with equal weights.
 
-    Below float32 two experts of a token can score the same but for rounding, and then each side may choose another: one
-    token says little, the average does.
+    Below float32, rounding can change a token's experts if their router scores are nearly equal. Single tokens may then
+    differ much, so only the mean has a limit.
     """
     limit = LOGPROB_LIMITS[precision]
     return replace(limit, max_abs=float("inf")) if facts.moe is not None and precision != "float32" else limit

@@ -1,4 +1,4 @@
-"""The model of a refit test, and the plan that `train` would run."""
+"""The model of a refit test, and the plan that `train` would use."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MAX_LENGTH = 256
 
 @dataclass(frozen=True)
 class RefitTestJob:
-    """The model to test, and the plan that `train` would run."""
+    """The model to test, and the plan that `train` would use."""
 
     config: RolloutConfig
-    """With the values of `plan`."""
+    """The configuration, with the values of `plan`."""
     base_model: ModelSource
     facts: ModelFacts
     plan: Plan
@@ -39,7 +39,7 @@ class RefitTestJob:
         return resolve_dtype(self.config.model.dtype, device_of(self.plan))
 
     def workers(self) -> RunWorkersSpec:
-        """The workers of a training run, with room for the test's short completions alone."""
+        """Return the workers of a training run, with room for the test's short completions only."""
         directory, empty = self.base_model.directory, self.base_model.megatron is not None
         return planned_workers(
             self.config, self.facts, self.plan, directory, None,
@@ -52,7 +52,7 @@ class RefitTestJob:
 
 
 def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Callable[[str], None]) -> RefitTestJob:
-    """The test of the configured model under the plan that `train` would run; what the plan refuses is refused before
+    """Return the test of the configured model with the plan that `train` would use. The plan is checked before the
     weights are fetched."""
     resolved.require_supported()
     model = open_model(resolved.config.model, weights=False)

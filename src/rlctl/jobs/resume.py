@@ -1,4 +1,4 @@
-"""What a resumed run goes on with: its stored configuration under what the command line newly sets."""
+"""Configuration and checks of a resumed run: its stored configuration, overridden by the command line."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def run_to_resume(resolved: Resolved) -> RunDirectory:
 
 
 def values_of_run(place: Any) -> list[Value]:
-    """Return what the user of the run in `place` (None: the newest) has set, for the command line to be read on top of.
-    Where there is no run, nothing: the resume says so."""
+    """Return the values that the user set for the run in `place` (None: the newest run); the command line overrides
+    them. Empty without a run, which the resume reports."""
     run = RunDirectory(user_path(place) if isinstance(place, str) else newest_run(RUNS))
     if not (run.path / MANIFEST).exists():
         return []
-    # The run may have been moved, and algorithm and planner decide again.
+    # Drop `run.dir`, since the run may have been moved, and the values that algorithm and planner decide again.
     values = (value for value in stored_values(run.manifest()["config"]) if value.key != "run.dir")
     return [value for value in values if not value.origin.startswith((ALGORITHM, PLANNER))]
 
@@ -46,7 +46,7 @@ def values_of_run(place: Any) -> list[Value]:
 def dry_resume(
     resolved: Resolved, tell: Callable[[str], None], *, allow_changes: bool, completion: str | None = None
 ) -> DryRun:
-    """Return what `--resume` would go on with, checked as a resume is."""
+    """Return the dry run of `--resume`, with the checks of a real resume."""
     run = run_to_resume(resolved)
     job = resumed_job(run, resolved, tell, allow_changes=allow_changes, completion=completion)
     return DryRun.of(job)
@@ -61,10 +61,10 @@ def resumed_job(
     starts: Starts | None = None,
     completion: str | None = None,
 ) -> Job:
-    """Return what the run in `run` goes on with: its stored configuration and what `resolved` newly sets. Raises
-    InputError for a change of what its numbers follow from, unless `allow_changes`: then `tell` reports it."""
+    """Return the job that continues `run`, with its stored configuration and the new values of `resolved`. Raises
+    InputError for a change that affects the run's numbers, unless `allow_changes`: then `tell` receives the change."""
     stored = run.manifest()
-    read_metrics(run.metrics)  # what is wrong with it is told before anything starts
+    read_metrics(run.metrics)  # raises for a damaged file before anything starts
     edited = ["manifest.json was edited since rlctl wrote it"] if is_edited(stored) else []
     merged, of_keys = continued(stored, resolved)
     changes = [*edited, *version_changes(stored, tell), *of_keys.values()]
@@ -85,7 +85,7 @@ def resumed_job(
         tell(change)
     checkpoints = run.checkpoints()
     if checkpoints and (done := checkpoints[-1].step) >= job.config.run.steps:
-        if starts is not None:  # a run that was killed while it saved its last step lacks the line of it
+        if starts is not None:  # a run that was killed during its last save lacks the last line of metrics
             run.open_metrics(checkpoints[-1])
         raise InputError(
             f"--resume: {run.path} has finished {done} steps, and run.steps is {job.config.run.steps}.",
@@ -98,7 +98,7 @@ def resumed_job(
 
 
 def _unloadable(changes: Mapping[str, str], merged: Resolved) -> Iterator[str]:
-    """Yield the changes of keys after which no checkpoint can be loaded."""
+    """Yield the changes that make all checkpoints unloadable."""
     values = dict(merged.leaves())
     for key, mark in merged.schema.with_mark(Unloadable).items():
         if key in changes and (mark.to is None or values.get(key) in mark.to):
@@ -112,7 +112,7 @@ def _refusal(change: str) -> InputError:
 
 
 def _layout_change(stored: dict[str, Any], job: Job) -> str | None:
-    """Return a note where the layout of the policy is not the one that the run was last started with."""
+    """Return a note if the policy's layout differs from the last start of the run."""
     then, now = stored.get("plan", {}).get("training") or {}, job.plan.training
     if now is None:
         return None
@@ -145,7 +145,7 @@ ENDS_OF_SCHEDULES = frozenset(
 
 
 def _schedule_changes(stored: dict[str, Any], config: RlctlConfig, done: int) -> Iterator[str]:
-    """Yield a note for each schedule that another number of steps stretches or shortens in the middle of the run."""
+    """Yield a note per schedule that a new number of steps stretches or shortens in the middle of the run."""
     before, now = stored["config"]["run.steps"]["value"], config.run.steps
     for model in config.schedules:
         schedule = model.scheduler
@@ -165,8 +165,8 @@ def _schedule_changes(stored: dict[str, Any], config: RlctlConfig, done: int) ->
 
 
 def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, dict[str, str]]:
-    """Return the stored configuration with the new values of `resolved`, and a sentence for each key that a resumed run
-    should not change. Where the layout changes, the planner decides its values again; the user's values stay."""
+    """Return the stored configuration with the new values of `resolved`, and a sentence per key that a resume should
+    not change. If the layout changes, the planner decides its values again, and the user's values stay."""
     then, values = stored["config"], stored_values(stored["config"])
     values_given = [value for value in resolved.given() if not _yields_to_user(value, then)]
     changed = [value for value in values_given if value.key not in then or then[value.key]["value"] != value.value]
@@ -174,14 +174,14 @@ def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, dic
         values = [value for value in values if not value.origin.startswith(ALGORITHM)]
     schema = resolved.schema
     if any(LAYOUT in schema.facts(value.key) for value in changed):
-        # A backend that the planner chose goes on too, unless another is asked for.
+        # The planner's backend stays unless the user sets another, because a checkpoint has its optimizer state.
         values = [value for value in values if value.origin != PLANNER or value.key == "training.backend"]
     changes: dict[str, str] = {}
     for value in changed:
         before = then.get(value.key)
         unset = value.key in ENDS_OF_SCHEDULES and before is not None and before["value"] is None
         if unset and value.value == then["run.steps"]["value"]:
-            continue  # what the unset key meant
+            continue  # the value that the unset key stands for
         if before and _is_same_file(Path(stored.get("working_directory", "")), before["value"], value.value):
             continue
         if not schema.facts(value.key) & (FREE | LAYOUT):
@@ -194,7 +194,7 @@ def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, dic
 
 
 def _is_same_file(begun_in: Path, before: Any, now: Any) -> bool:
-    """Return whether a path, or `file.py:name`, is another way to write the one that the run was begun with."""
+    """Return whether two paths or two `file.py:name` name the same file. `begun_in`: working directory of `before`."""
     if not (isinstance(before, str) and isinstance(now, str)):
         return False
     then, here = begun_in / user_path(before), user_path(now)
@@ -205,6 +205,6 @@ def _is_same_file(begun_in: Path, before: Any, now: Any) -> bool:
 
 
 def _yields_to_user(value: Value, stored: dict[str, Any]) -> bool:
-    """Return whether an algorithm sets a value here that the user has set when the run began."""
+    """Return whether `value` is an algorithm's default for a key that the user set at the start of the run."""
     before = stored.get(value.key, {"origin": DEFAULT})["origin"]
     return value.origin.startswith(ALGORITHM) and not before.startswith((ALGORITHM, DEFAULT))

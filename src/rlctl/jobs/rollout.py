@@ -1,6 +1,6 @@
-"""A few episodes of an environment, played by a model without training it, to look at.
+"""`rlctl rollout`: a model plays a few episodes without training.
 
-data or environment ---> engines play ---> rewards ---> one record an episode
+data or environment ---> engines play ---> rewards ---> one record per episode
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rlctl.rollouts.source import sample_seed
 
 
 def play(job: EpisodesJob, tell: Tell) -> Iterator[dict[str, Any]]:
-    """Yield a record for each episode: `turns` [{role, text, tokens, reward}], `reward`, `stop_reason`, `counts`, and
-    `logprob_diff` {mean, max} where a policy compares."""
+    """Yield a record per episode: `turns` [{role, text, tokens, reward}], `reward`, `stop_reason`, `counts`, and with a
+    comparison to the policy `logprob_diff` {mean, max}."""
     config, prompts = job.completions.config, job.prompts
     rows = {position: prompts.prompt_at(position) for position in range(job.count)}
     plan = job.completions.checked_plan([len(prompts.tokens(row)) for row in rows.values()])
@@ -65,7 +65,7 @@ def _scores(rewards: Rewards | None, results: Sequence[SampledGroup], rows: Sequ
 
 
 def _record(group: RolloutGroup, difference: LogprobStats | None) -> dict[str, Any]:
-    """Return an episode as JSON. One whose environment failed says why, and has no reward."""
+    """Return an episode as plain data. If the environment failed, it has an `error` and no reward."""
     texts: list[str] = fetch(group.texts)
     turns: list[Turn] = fetch(group.transcripts)[0] if group.transcripts else []
     rollout: Rollout | None = next(iter(group.rollouts), None)

@@ -1,4 +1,4 @@
-"""The configuration of a finished or running run under what a command line sets."""
+"""The configuration of an existing run, overridden by the command line."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rlctl.training.capabilities import ScalarHead
 
 
 def of_run(directory: Path, step: int | None, base: Resolved) -> tuple[Resolved, Checkpoint]:
-    """The configuration a run was made with, under what this command line sets, and the checkpoint wanted of it. How
-    the run was laid out over its devices, and which cluster it joined, is left out: engines are planned for the devices
-    that are here now."""
+    """Return a run's configuration, overridden by the command line's `base`, and its checkpoint of `step` (None: the
+    newest). The layout and the cluster address are dropped, since engines are planned for the current devices. Raises
+    InputError for a missing checkpoint and for a reward model."""
     run = RunDirectory(directory)
     stored = run.manifest()
     checkpoints = run.checkpoints()

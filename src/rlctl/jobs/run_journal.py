@@ -1,4 +1,4 @@
-"""What a run reports while it trains: lines in the terminal, metrics in every logger, some of its rollouts."""
+"""Reports of a run during training: lines in the terminal, metrics in every logger, and samples of rollouts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
 from rlctl.telemetry.metrics import LOSS, MetricsFile
 
 SHOWN_METRICS = ("reward_mean", "accuracy")
-"""Metrics of rewards, which a run without them does not have."""
+"""Metrics that only runs with rewards have."""
 SAMPLES_EVERY = 10
-"""Steps between two looks at samples in a terminal, where run.show_samples is unset."""
+"""Default of `run.show_samples` in a terminal: steps between two displays of samples."""
 
 
 class RunJournal:
-    """Shows and keeps what happens in a run: lines in the terminal, metrics in every logger, some of its rollouts."""
+    """Receives a run's status messages, metrics and rollouts, and writes them to the terminal, loggers and files."""
 
     def __init__(
         self,
@@ -83,7 +83,8 @@ class RunJournal:
         self._report.step()
 
     def keep_rollouts(self, step: int, batch: Batch) -> None:
-        """Write some rollouts to rollouts/; the best and the worst are shown with every so many steps."""
+        """Write some of the batch's rollouts to `rollouts/`. Every `run.show_samples` steps, also keep the best and the
+        worst for the terminal, which `log` prints."""
         shows = self._show_every > 0 and (step - 1) % self._show_every == 0
         if not isinstance(batch, RolloutBatch) or not (sampled := _sampled(batch.groups)):
             return
@@ -103,7 +104,7 @@ class RunJournal:
         if not (sampled := _sampled(result.groups)):
             return
         kept = sorted((group for group in sampled if group.rollouts), key=lambda group: group.position)[: self._kept]
-        pairs = [(group, group.rollouts[0]) for group in kept]  # the same prompts each time, to compare their answers
+        pairs = [(group, group.rollouts[0]) for group in kept]  # the same prompts in each validation, for comparison
         samples = [self._sample(step, *pair, trained=False) for pair in pairs]
         if samples:
             self._run.write_rollouts(step, samples, "validation")

@@ -1,4 +1,4 @@
-"""What a run's processes use and how far they are: memory, processors, progress of a phase."""
+"""Resource use and progress of a run's processes: memory, CPU, and the progress of a phase."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from rlctl.telemetry.phases import Phase
 
 
 class Machine:
-    """Asks once a step for the memory and processors that driver, ranks and engines use."""
+    """Measures once per step the memory and CPU use of driver, ranks and engines."""
 
     def __init__(self, workers: RunWorkers, sync: WeightSync | None) -> None:
         self._workers, self._sync, self._driver = workers, sync, UsageSampler()
         self._told_engines = 0
-        self.metrics()  # the next answer is of the time since this one
+        self.metrics()  # each measurement covers the time since the previous one, so start the first interval here
 
     def losses(self) -> dict[str, int]:
-        """Return how many engines were lost since the last call, if any."""
+        """Return `lost_engines` since the last call; empty: none were lost."""
         lost = 0 if self._sync is None else self._sync.lost_engines
         new, self._told_engines = lost - self._told_engines, lost
         return {"lost_engines": new} if new else {}
 
     def metrics(self) -> dict[str, Any]:
-        """Return `system` of a metrics line. Processes that are gone are left out."""
+        """Return the `system` object of a metrics line, without processes that have ended."""
         driver = self._driver.sample()
         try:
             used = {name: group.usage() for name, group in self._workers.groups.items()}
             policy = [usage for name in ("policy", "teacher", "reward-model") for usage in used.get(name, [])]
             return system_metrics(driver, policy, used.get("engine", []))
-        except RlctlError:  # Ray is broken, which the step that needs it tells
+        except RlctlError:  # Ray is broken; the next call that needs Ray reports it
             return system_metrics(driver, [], [])
 
 
 def keep_memory(run: RunDirectory, workers: RunWorkers, display: Display) -> None:
-    """Write what the processes held at most, for `rlctl plan --run`. Without them a run does not fail."""
+    """Write the peak memory of the processes for `rlctl plan --run`. Report a failure without failing the run."""
     display.doing("stopping the processes")
     try:
         write_json(run.memory, {name: group.peak_memory() for name, group in workers.groups.items()})

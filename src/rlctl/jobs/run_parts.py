@@ -1,4 +1,4 @@
-"""The parts of a run's loop, made from its job and its processes."""
+"""Construction of the loop's parts from a run's job and processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from rlctl.training.running_parts import SourceParts, ValidationParts
 
 
 def restored(saved: Checkpoint | None, rollouts: RolloutSource, validation: Validation | None) -> tuple[int, int]:
-    """Continue where a checkpoint was saved; return its step and its version of the weights."""
+    """Restore rollouts and validation from a checkpoint; return its step and its version of the weights (0, 0 without
+    one)."""
     if saved is None:
         return 0, 0
     state = saved.state()

@@ -1,4 +1,4 @@
-"""How a run ended, for its last lines in the terminal, and how to go on from there."""
+"""Summary at the end of a run, and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from rlctl.telemetry.metrics import Metrics
 from rlctl.telemetry.terminal import colored
 
 SHOWN_CHARACTERS = 300
-"""Characters of a completion that called no tool."""
+"""Maximum number of characters of a shown completion without a tool call."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended."""
+    """The end of a run: finished or interrupted, its results, and the commands to continue with."""
 
     directory: str
     steps: int
-    """Finished steps, those before a resume included."""
+    """Finished steps, including steps before a resume."""
     interrupted: bool
     headline: MetricChange | None
-    """How the reward has changed, or the loss where there is none; None: no step was finished."""
+    """Change of the reward, or of the loss in runs without rewards; None: no step was finished."""
     findings: tuple[str, ...]
-    """Sentences on what kept steps from teaching much, with what to do about it."""
+    """Sentences about causes of slow learning, with remedies."""
     seconds: float
     checkpoint: str | None
     dropped_rollouts: int = 0
-    """Rollouts that were left out because a reward function failed on them."""
+    """Number of rollouts that were left out because a reward function failed on them."""
     stopped_by: str | None = None
-    """The signal that stopped it; None: none did."""
+    """The signal that stopped the run; None: no signal."""
     command: str = "train grpo"
-    """The command that resumes it."""
+    """The rlctl command that resumes the run."""
     removed: tuple[str, ...] = ()
-    """Sentences on what kept the first steps from teaching much, and the last ones no longer."""
+    """Sentences about causes of slow learning in the first steps that the last steps no longer have."""
     answers: tuple[str, ...] = ()
     """Lines with a held-out prompt and its answers before and after training."""
     trial: str = ""
     """The command that tries the trained model."""
 
     def text(self) -> str:
-        """Return the summary as a person reads it."""
+        """Return the summary for the terminal."""
         by = f"stopped by {self.stopped_by} after" if self.stopped_by else "stopped after"
         ended = colored(by if self.interrupted else "finished", "warn" if self.interrupted else "ok", sys.stdout)
         is_saved = (self.checkpoint or "").endswith(f"step_{self.steps}")
@@ -76,7 +76,7 @@ class RunSummary:
 
 
 def uncalled(job: Job, run: RunDirectory, lines: Sequence[Metrics]) -> Iterator[str]:
-    """Yield a completion of a run that called no tool, next to the form of a call."""
+    """If the run's environment was never called, yield its first completion and an example of a tool call."""
     if job.prompts.environment is None or not calls_nothing(lines):
         return
     with contextlib.suppress(InputError):  # a run may keep no samples
@@ -88,7 +88,7 @@ def uncalled(job: Job, run: RunDirectory, lines: Sequence[Metrics]) -> Iterator[
 
 
 def with_resume_hint(error: RlctlError, run: RunDirectory, command: str) -> RlctlError:
-    """Return an error of the same kind that also tells how to go on, once there is something to go on from."""
+    """Return an error of the same class with a hint about resuming, if the run has finished steps."""
     if not run.has_steps():
         return error
     hints = [error.hint, how_to_resume(run, command)]
@@ -96,7 +96,7 @@ def with_resume_hint(error: RlctlError, run: RunDirectory, command: str) -> Rlct
 
 
 def how_to_resume(run: RunDirectory, command: str = "train grpo") -> str:
-    """Say which checkpoint the run can be resumed from, and how."""
+    """Return a sentence with the command that resumes the run from its newest checkpoint."""
     checkpoints = run.checkpoints()
     if not checkpoints and run.damaged:
         return "No checkpoint is left to resume from."
@@ -107,10 +107,10 @@ def how_to_resume(run: RunDirectory, command: str = "train grpo") -> str:
 
 
 def written_report(run: RunDirectory, display: Display, state: str) -> list[dict[str, Any]]:
-    """Write report.html from the metrics of the run, which are returned. A run does not fail for lack of a report."""
+    """Write report.html, and return the metrics of the run. Report a failure without failing the run."""
     try:
         return write_report(run, state)
-    except Exception as error:  # noqa: BLE001 - whatever it is, all that the run was for is done
+    except Exception as error:  # noqa: BLE001 - the run's results are saved, so no error of the report may fail it
         display.say(f"The report could not be written: {type(error).__name__}: {error}")
     return []
 
@@ -125,7 +125,7 @@ def summary_of(
     interrupted: bool,
     stopped_by: str | None,
 ) -> RunSummary:
-    """Return how a run of `steps` finished steps ended, from the `lines` of its metrics."""
+    """Return the summary of a run with `steps` finished steps. `lines`: its metrics."""
     checkpoints = run.checkpoints()
     return RunSummary(
         directory=str(run.path),

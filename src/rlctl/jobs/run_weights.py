@@ -23,9 +23,9 @@ from rlctl.training.saving import newest_intact
 
 
 def converted(job: Job, display: Display) -> Job:
-    """Return the job with the policy's and the teacher's models converted, where the backend reads converted ones.
+    """Return the job with converted models of policy and teacher, if the backend loads converted checkpoints.
 
-    Raises MachineError where the run has nodes that may not see the model."""
+    Raises MachineError if a model's directory may not exist on every node of the run."""
     for files in (job.base_model, *([job.teacher.source] if job.teacher else [])):
         require_seen(files, job.plan.cluster.nodes)
     if job.converts and job.base_model.megatron is None:
@@ -41,8 +41,9 @@ def converted(job: Job, display: Display) -> Job:
 def load_newest(
     run: RunDirectory, policy: PolicyClient, display: Display, manifest: dict[str, Any]
 ) -> Checkpoint | None:
-    """Bring the policy to where the run goes on from; None: there is no checkpoint yet. Only then does `manifest`
-    replace the stored one: with a change that the checkpoint cannot be loaded with, the run stays what it was."""
+    """Load the newest intact checkpoint into the policy and return it; None: there is no checkpoint yet. Write
+    `manifest` after the load, so that a configuration that cannot load the checkpoint does not replace the stored
+    one."""
     display.doing("checking the checkpoint")
     newest = newest_intact(run, policy, display.say)
     if newest is None:
@@ -57,8 +58,8 @@ def load_newest(
 def open_weight_sync(
     job: Job, workers: RunWorkers, source: ModelSource | None, display: Display, stack: contextlib.ExitStack
 ) -> WeightSync:
-    """Return the synchronization of a run's weights, closed by `stack`. `source` None: they are those of a
-    checkpoint."""
+    """Return the weight sync of a run, closed by `stack`. `source`: the model whose weights the policy has; None: a
+    checkpoint's."""
     settings = job.config.engine_settings
     assert settings is not None  # weights are sent to engines
     sync = workers.weight_sync(
@@ -73,8 +74,8 @@ def open_weight_sync(
 
 
 def crowded(plan: Plan, used: tuple[int, int], flag: str) -> str:
-    """Return why training will not fit after all, with `used` (bytes in use, all bytes) of a GPU on which policy and
-    engines sleep; empty: it fits. `flag`: the one with which engines keep less, empty where there is none."""
+    """Return a warning if training may not fit on a GPU; empty: it fits. `used`: (bytes in use, total bytes) of a GPU
+    while policy and engines sleep. `flag`: option with which sleeping engines keep less memory; empty: none."""
     in_use, size = used
     training = plan.memory["training"]
     planned = training.parts["engine asleep"] + plan.memory["generation"].parts["policy asleep"]
@@ -90,7 +91,7 @@ def crowded(plan: Plan, used: tuple[int, int], flag: str) -> str:
 
 
 def keep_reference_logprobs(job: Job, run: RunDirectory, policy: PolicyClient) -> None:
-    """Give training and validation the log-probs of the reference, which is what the policy is now."""
+    """Compute the reference log-probs of training and validation texts with the policy, before it trains."""
     assert isinstance(job.prompts, TextStream)  # pairs are texts
     parts = [("training", job.prompts, job.prompts.used, job.prompts.fingerprint())]
     if isinstance(job.validation, HeldOutTexts):

@@ -1,4 +1,4 @@
-"""A run that is shown before it starts: its configuration, plan and engines' exact arguments."""
+"""Display of a run before its start: configuration, plan and the exact arguments of engines and backends."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rlctl.preparation.job import Job
 from rlctl.rewards.reward_plan import Trial
 
 OF_A_RECIPE = re.compile(r"file (.+), \S+")
-"""Origin of a value that a key of a recipe gives."""
+"""Origin of a value that comes from a key of a recipe."""
 DECIDED = (DEFAULT, PLANNER, "prompts")
-"""Origins of values that nobody set."""
+"""Origins of values that the user did not set."""
 LEAST_COLUMNS, MOST_COLUMNS = 12, 40
-"""Columns that values take before their origins; longer ones push theirs to the right."""
+"""Minimum and maximum width of the column of values. Longer values push their origins to the right."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Everything that is decided before a run starts."""
+    """Everything that rlctl decides before a run starts."""
 
     resolved: Resolved
     plan: Plan
@@ -37,15 +37,15 @@ class DryRun:
     first_look: FirstLook | None = None
     """None: no data was opened."""
     unchecked: tuple[str, ...] = ()
-    """Parts of the run that were not checked, and why."""
+    """Unchecked parts of the run, with reasons."""
     trials: tuple[Trial, ...] = ()
-    """Scores of the first reference answers, where there is no `first_look` to have them."""
+    """Scores of the first reference answers if there is no `first_look`, which contains them otherwise."""
 
     @classmethod
-    def of(cls, job: Job, told: Sequence[str] = ()) -> DryRun:
-        """The dry run of a prepared job; `told` is what was said while it was prepared."""
+    def of(cls, job: Job, messages: Sequence[str] = ()) -> DryRun:
+        """Return the dry run of a prepared job. `messages`: notices from its preparation."""
         tried = rewards_tried_here(job.resolved) if job.rewards else []
-        notes = (*about(job), *tried, *of_this_machine(job.resolved, job.plan), *format_notes(job.resolved), *told)
+        notes = (*about(job), *tried, *of_this_machine(job.resolved, job.plan), *format_notes(job.resolved), *messages)
         return cls(job.resolved, job.plan, BackendArguments.of(job.workers_spec()), notes, FirstLook.of(job))
 
     def to_json(self) -> dict[str, Any]:
@@ -61,8 +61,8 @@ class DryRun:
         }
 
     def text(self, explain: bool) -> str:
-        """Return what differs from a recipe, what was not checked, the plan, what was set and what to know; with
-        `explain` also the rule behind each value, every value with its origin, and the engines' arguments."""
+        """Return the differences from a recipe, unchecked parts, the plan, user-set values and notes. `explain`: also
+        the rule behind each value, every value with its origin, and the exact arguments."""
         lines = self._differing()
         lines += [line for text in self.unchecked for line in wrapped(text, "not checked: ", " " * 13)]
         lines += [""] if self.unchecked else []
@@ -87,7 +87,7 @@ class DryRun:
 
     @property
     def recipe(self) -> str | None:
-        """The file of a recipe, whose own keys are the origins of most values; None: there is none, or several."""
+        """The recipe file that most values come from; None: there is no recipe, or several."""
         names = {match[1] for origin in self.resolved.origin.values() if (match := OF_A_RECIPE.fullmatch(origin))}
         return names.pop() if len(names) == 1 else None
 
@@ -130,7 +130,7 @@ def rewards_tried_here(resolved: Resolved) -> list[str]:
 
 
 def about(job: Job) -> list[str]:
-    """Model, data and reward, and what there is to know about them."""
+    """Return lines about model, data, reward and other parts of the run, followed by notes."""
     environment = job.prompts.environment
     return [
         f"model: {job.base_model.label}",
@@ -146,7 +146,7 @@ def about(job: Job) -> list[str]:
 
 
 def _other_backend(plan: Plan) -> list[str]:
-    """Say why another backend than the usual one trains, where nobody asked for it."""
+    """Return a line with the reason if the planner chose another backend than the default."""
     if plan.backend == POLICY or "training.backend" in plan.pins:
         return []
     rule = next(reason.rule for reason in plan.reasons if reason.value == f"training.backend={plan.backend}")

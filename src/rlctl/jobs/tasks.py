@@ -1,4 +1,4 @@
-"""Tasks of an evaluation: their prompts and scorers."""
+"""Tasks of an evaluation, with prompts and scorers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig, RewardTerm
 
 GYM_PROMPTS = 200
-"""Questions of a reasoning-gym task, which has as many as one likes, where --limit is not given."""
+"""Default number of questions for tasks that generate questions without end."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task with the prompts that are asked."""
+    """A task with the selected prompts."""
 
     label: str
     dataset: PromptDataset
     data: DataConfig
-    """How its prompts are put to a model."""
+    """Settings that turn rows into prompts."""
     rewards: RewardPlan | None
-    """None: the environment alone gives rewards."""
+    """The task's scorers; None: only the environment gives rewards."""
     rows: tuple[int, ...]
 
     @cached_property
@@ -42,7 +42,7 @@ class Task:
 
 
 def open_task(name: str, config: RolloutConfig, limit: int | None) -> Task:
-    """Return the task that `--task` names, its scorers tried. Questions of reasoning-gym come from seeds that no run
+    """Return the task of `--task` after a trial of its scorers. Questions of reasoning-gym come from seeds that no run
     with the same `run.seed` trains on.
 
     Raises InputError for a task that does not exist, has no scorer, or cannot be fetched.
@@ -75,28 +75,28 @@ def open_task(name: str, config: RolloutConfig, limit: int | None) -> Task:
         _require_source(name)
         data = config.data.model_copy(update={"name": name, "params": {}, "size": None})
         dataset = open_prompts(data)
-        # A run's terms may have the scorer of its own task among others.
+        # `task` in a run's reward is the scorer of the run's data, which does not apply to this task.
         plain = {"name": "exact-match"}
         terms = [term.model_copy(update=plain) if term.name == "task" else term for term in reward.terms]
         reward = reward.model_copy(update={"terms": tuple(terms) or (RewardTerm(name="exact-match"),)})
-    # A sample without a score would make the metrics those of other samples.
+    # No sample may be left out: all models' metrics must cover the same samples.
     on_error = "zero" if config.reward.on_error == "zero" else "stop"
     plan = prepare_rewards(reward.model_copy(update={"on_error": on_error}), dataset)
     if limit is None and _makes_rows(name):
         limit = GYM_PROMPTS
     count = min(len(dataset), limit or len(dataset))
-    order = PromptOrder(len(dataset), config.run.seed)  # a part of a sorted data set is a fair one
+    order = PromptOrder(len(dataset), config.run.seed)  # shuffled, so that --limit samples a sorted data set evenly
     return Task(name, dataset, data, plan, tuple(order.at(place) for place in range(count)))
 
 
 def open_environment(config: RolloutConfig, limit: int | None) -> Task:
-    """Return the task of an environment that makes its own from seeds."""
+    """Return the task of an environment that generates its episodes from seeds."""
     name, count = config.environment.name or "", limit or GYM_PROMPTS
     return Task(name, open_episodes(name, count), config.data, None, tuple(range(count)))
 
 
 def refuse_idle_reward(rewards: Sequence[str], names: Sequence[str]) -> None:
-    """Raise InputError where --reward would judge no task, since all of them bring scorers of their own."""
+    """Raise InputError if --reward has no effect because all tasks have their own scorers."""
     if rewards and names and all(_brings_scorer(name) for name in names) and set(rewards) != {"task"}:
         raise InputError(
             f"--reward {rewards[0]} has no effect on --task {names[0]}, which has its own scorer.",
@@ -113,7 +113,7 @@ def _makes_rows(name: str) -> bool:
 
 
 def _require_source(name: str) -> None:
-    """Raise InputError for a name that is neither a file nor could be one of the hub's."""
+    """Raise InputError for a name that is neither a file nor a possible dataset name of the hub."""
     if "/" in name or suffix_of(Path(name)) or Path(name).exists():
         return
     raise InputError(

@@ -1,4 +1,4 @@
-"""From a resolved configuration to a run: new or resumed."""
+"""Start or resume a run from a resolved configuration."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def train_grpo(
     loop: type[Loop] | None = None,
     own_process: bool = False,
 ) -> RunSummary:
-    """Begin or continue a run; returns when it is finished or was asked to stop. `loop` takes the steps in place of
-    rlctl's own. `own_process`: this process does nothing else, and ends where the start stands still."""
+    """Begin or resume a run; return when it has finished or was asked to stop. `loop`: class that replaces rlctl's
+    loop. `own_process`: this process does nothing else, so it may be ended if the start hangs."""
     with (
         Display(steps=resolved.config.run.steps, quiet=quiet) as display,
         StopRequest(display.say) as stop,
@@ -81,8 +81,7 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest, ray: BesideS
 def begin_ray(
     ray: BesideSession, tell: Callable[[str], None], config: RlctlConfig, plan: Plan, workers: RunWorkersSpec
 ) -> None:
-    """Begin to start Ray, or to join it, for a plan that the disk has room for, and then the processes whose libraries
-    take long to import."""
+    """Check the disk space, then start or join Ray in the background, and start the processes with slow imports."""
     require_disk(config, plan, Path(config.run.dir or RUNS), tell)
     hosts = early_hosts(workers) if config.cluster.ray_address is None else []
     ray.begin(config.cluster.ray_address, gpus=0 if device_of(plan) == "cpu" else None, hosts=hosts)
@@ -119,7 +118,8 @@ def _locked(run: RunDirectory, lock: Callable[[], None]) -> Iterator[None]:
 
 
 def unused_place(place: Path) -> Path:
-    """Make `place`, or with a number behind its name where it is there: another run may have begun in this second."""
+    """Create and return the directory `place`. If it exists, because another run began in the same second, append a
+    number."""
     for number in itertools.count(1):
         numbered = place if number == 1 else place.with_name(f"{place.name}-{number}")
         try:
@@ -127,7 +127,7 @@ def unused_place(place: Path) -> Path:
         except FileExistsError:
             continue
         except OSError:
-            break  # `create` says why
+            break  # `RunDirectory.create` raises the error with a hint
         return numbered
     return place
 

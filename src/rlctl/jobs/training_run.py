@@ -1,4 +1,4 @@
-"""A run from start to end: its processes, the parts of the loop, its files, and how it stops."""
+"""A run from start to end: starts its processes, builds the loop's parts, trains, and handles errors and stops."""
 
 from __future__ import annotations
 
@@ -41,12 +41,10 @@ def run_training(
     resume: bool,
     loop: type[Loop] = Loop,
 ) -> RunSummary:
-    """Train until the last step or a stop request. The run directory is locked and has its manifest, and `ray` has
-    begun to start.
+    """Train until the last step or a stop request. The run directory is locked and has a manifest, and `ray` is
+    starting. `resume`: continue from the newest intact checkpoint.
 
-    With `resume` it goes on from the newest checkpoint that is intact.
-
-    Raises the error of whatever failed, with how to resume as its hint once a step is finished.
+    Raises any error of the run; once a step is finished, its hint says how to resume.
     """
     started, command = time.perf_counter(), command_of(job.config.run.algorithm)
     stop.limit_s = job.config.run.stop_within_s
@@ -81,7 +79,7 @@ def _train(
     resume: bool,
     loop: type[Loop],
 ) -> tuple[int, bool]:
-    """Run the steps with their processes; return the finished ones and whether a stop was requested."""
+    """Start the processes and train; return the number of finished steps and whether a stop was requested."""
     manifest = manifest_of(job)
     keep_tokenizer(job, run.path)
     with contextlib.ExitStack() as stack:
@@ -89,7 +87,7 @@ def _train(
         display.doing("starting Ray")
         stack.enter_context(ray.wait(run.logs))
         stack.enter_context(telling_waits(display.say))
-        stop.install()  # an import of Ray's may have swallowed a signal
+        stop.install()  # again, because an import of Ray may have swallowed a signal
         stop.trouble = dead_process
         load = partial(load_policy, job, display)
         workers = stack.enter_context(

@@ -1,4 +1,4 @@
-"""Checks of data, rewards and environment in a dry run whose model is not on this machine."""
+"""Checks of data, rewards and environment in a dry run without the model's files."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from rlctl.training.method import Method
 
 @dataclass(frozen=True)
 class Checks:
-    """The result of the checks."""
+    """Results of the checks."""
 
     passed: tuple[str, ...]
-    """Lines on data, rewards and environment."""
+    """Lines about data, rewards and environment."""
     skipped: tuple[str, ...]
-    """Further parts of the run that could not be checked, and why."""
+    """Unchecked parts of the run, with reasons."""
     trials: tuple[Trial, ...]
-    """Scores of the first reference answers, and of the completion that the user gave."""
+    """Scores of the first reference answers, and of the user's trial completion."""
 
 
 def check_without_model(config: RlctlConfig, completion: str | None = None) -> Checks:
-    """Open the data, try the rewards (also on `completion`) and import the environment, as far as that needs no
-    tokenizer. Raises InputError for what is wrong with any of them; sources on the hub that are absent are skipped."""
+    """Open the data, try the rewards (also on `completion`) and import the environment, without a tokenizer. Data of
+    the hub that is not on this machine is skipped. Raises InputError for other problems."""
     passed, skipped, trials = list[str](), list[str](), list[Trial]()
     opened = list[PromptDataset]()
     method = method_from_config(config, tries_loss=False)
@@ -79,7 +79,7 @@ def _validation(config: RlctlConfig, method: Method, opened: list[PromptDataset]
     held_out = None
     if config.validation.holdout:
         if len(opened) != 1:
-            return  # absent, and said so
+            return  # the source is absent, which `skipped` says already
         columns = columns_of_prompts(config, config.data)
         held_out = hold_out(opened[0], config.validation.holdout, config.run.seed, columns)[1]
     try:
