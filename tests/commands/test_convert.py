@@ -10,7 +10,7 @@ import pytest
 
 from rlctl import cli
 from rlctl.checkpoints.conversion.prepared_model import prepared
-from rlctl.checkpoints.model_source import resolve_model
+from rlctl.checkpoints.model_files import resolve_model
 from rlctl.preparation.open_model import find_model
 from support.multimodal_models import write_multimodal
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from rlctl.checkpoints.locations import NAMED
-from rlctl.checkpoints.model_source import ModelSource
+from rlctl.checkpoints.model_files import ModelFiles
 from rlctl.errors import InputError, MachineError
 from rlctl.jobs import run_journal
 from rlctl.jobs.run_journal import RunJournal
@@ -77,9 +77,9 @@ def test_a_text_part_that_other_nodes_may_not_see_ends_a_run_that_converts_nothi
     for name in NAMED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    text = ModelSource(tmp_path / "home" / "rlctl" / "gemma-text", "gemma", origin=tmp_path / "gemma")
-    plan, other = SimpleNamespace(cluster=SimpleNamespace(nodes=2)), ModelSource(tmp_path / "llama", "llama")
-    for source, teacher in ((text, None), (other, SimpleNamespace(source=text))):
+    text = ModelFiles(tmp_path / "home" / "rlctl" / "gemma-text", "gemma", origin=tmp_path / "gemma")
+    plan, other = SimpleNamespace(cluster=SimpleNamespace(nodes=2)), ModelFiles(tmp_path / "llama", "llama")
+    for source, teacher in ((text, None), (other, SimpleNamespace(files=text))):
         job: Any = SimpleNamespace(converts=False, base_model=source, teacher=teacher, plan=plan)
         with Display(steps=1) as display, pytest.raises(MachineError, match="gemma: other nodes may not see"):
             converted(job, display)

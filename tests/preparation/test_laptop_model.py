@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.checkpoints.model_source import stored_parameters
+from rlctl.checkpoints.model_files import stored_parameters
 from rlctl.errors import MachineError
 from rlctl.preparation import laptop_model
 from rlctl.preparation.cached_models import is_intact, seal

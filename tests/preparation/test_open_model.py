@@ -39,13 +39,13 @@ def test_another_rotary_embedding_is_that_of_transformers_with_the_same_paramete
     config.rope_parameters = dict(YARN)
     tokens = torch.arange(100)[None] % config.vocab_size
     expected = AutoModelForCausalLM.from_pretrained(tiny_llama, config=config, dtype=torch.float64)
-    opened = AutoModelForCausalLM.from_pretrained(found.source.directory, dtype=torch.float64)
+    opened = AutoModelForCausalLM.from_pretrained(found.files.directory, dtype=torch.float64)
     plain = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
     with torch.no_grad():
         logits, own, other = (model(tokens).logits for model in (expected, opened, plain))
     torch.testing.assert_close(own, logits, rtol=0, atol=0)
     assert (other - logits).abs().max() > 1e-4
-    assert open_model(wanted).source.directory == found.source.directory  # made once
+    assert open_model(wanted).files.directory == found.files.directory  # made once
     assert "rope_scaling" not in json.loads((tiny_llama / "config.json").read_text())
 
 
@@ -55,7 +55,7 @@ def test_a_larger_number_of_positions_leaves_all_else_as_it_is(tiny_llama: Path)
     )
     assert longer.facts.max_length == 1 << 16
     assert longer.facts.rope == plain.facts.rope
-    assert plain.source.directory == tiny_llama
+    assert plain.files.directory == tiny_llama
 
 
 def test_texts_may_be_longer_than_the_model_was_published_for(tiny_llama: Path) -> None:
@@ -66,11 +66,11 @@ def test_texts_may_be_longer_than_the_model_was_published_for(tiny_llama: Path) 
     assert found.facts == published_facts(longer)
     assert found.facts.max_length == 4 * own
     assert f"{own:,} positions, and goes on to {4 * own:,}" in said[0]
-    made = json.loads((found.source.directory / "config.json").read_text())
+    made = json.loads((found.files.directory / "config.json").read_text())
     assert made["max_position_embeddings"] == 4 * own
     assert published_facts(longer.model_copy(update={"extend_positions": False})).max_length == own
     enough = open_model(longer.model_copy(update={"max_length": own}))
-    assert (enough.source.directory, enough.facts.max_length) == (tiny_llama, own)
+    assert (enough.files.directory, enough.facts.max_length) == (tiny_llama, own)
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -82,7 +82,7 @@ def test_more_positions_leave_a_yarn_without_an_original_length_as_it_was(own_ll
     (own_llama / "config.json").write_text(json.dumps(config))
     before = AutoConfig.from_pretrained(own_llama).rope_parameters["original_max_position_embeddings"]
     found = open_model(ModelConfig(name=str(own_llama), max_length=4 * before, extend_positions=True))
-    after = AutoConfig.from_pretrained(found.source.directory)
+    after = AutoConfig.from_pretrained(found.files.directory)
     assert found.facts.rope.scaling["original_max_position_embeddings"] == before
     assert (after.rope_parameters["original_max_position_embeddings"], after.max_position_embeddings) == (
         before,

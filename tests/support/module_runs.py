@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistWriter
-from rlctl.checkpoints.model_source import ModelSource
+from rlctl.checkpoints.model_files import ModelFiles
 from rlctl.weights.layout import ParamSpec, Span
 from rlctl.weights.torch_dist import StoredBlock
 
 
-def write_module_run(run: Path, base: ModelSource, held: Mapping[str, torch.Tensor], **config: Any) -> Path:
+def write_module_run(run: Path, base: ModelFiles, held: Mapping[str, torch.Tensor], **config: Any) -> Path:
     """Write a run with the checkpoint of step 1 in float32; `config` has keys with `__` for dots."""
     shards = run / "checkpoints" / "step_1" / "policy"
     shards.mkdir(parents=True)

@@ -138,7 +138,7 @@ def text_part(
 def _with_text_part(name: str, revision: str | None = None) -> Path:
     """Return the directory of a multimodal model. Raises InputError for text models."""
     from rlctl.checkpoints.hf.text_config import has_text_part
-    from rlctl.checkpoints.model_source import resolve_model
+    from rlctl.checkpoints.model_files import resolve_model
 
     model = resolve_model(name, revision, tell=message)
     if model.megatron is not None or not has_text_part(model.directory):

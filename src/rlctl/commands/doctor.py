@@ -246,7 +246,7 @@ def parameters(name: str | None, revision: str | None) -> int:
     """Return the number of parameters of a model from the catalog or a local directory; 0 if unknown. Raises InputError
     for a missing directory."""
     from rlctl.checkpoints.hf.model_facts import known_facts
-    from rlctl.checkpoints.model_source import require_name_or_directory, stored_parameters
+    from rlctl.checkpoints.model_files import require_name_or_directory, stored_parameters
     from rlctl.planner.costs.parameters import count
 
     if name is None:

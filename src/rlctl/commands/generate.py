@@ -116,8 +116,8 @@ def sample(resolved: Resolved, checkpoint: Checkpoint | None, rows: list[PromptR
     from rlctl.jobs.generate import complete
 
     job = completion_job(resolved, n, checkpoint, len(rows), message)
-    if job.model.source.note:
-        message(job.model.source.note)
+    if job.model.files.note:
+        message(job.model.files.note)
     for record in complete(job, rows, message):
         print_json(record, lines=True) if json_ else print(text_of(record), flush=True)
 

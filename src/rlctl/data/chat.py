@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_config, read_generation
 from rlctl.checkpoints.hf.tokenizer_files import TEKKEN, by_its_file, has_both_forms
-from rlctl.checkpoints.model_source import tokenizer_directory
+from rlctl.checkpoints.model_files import tokenizer_directory
 from rlctl.config.files import read_text, user_path
 from rlctl.data.control_tokens import KEY, ControlTokens, begun
 from rlctl.data.image_rows import IN_TEXT, in_parts

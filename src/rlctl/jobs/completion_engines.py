@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlctl.backends.clients import EngineClient, PolicyClient
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.cluster.ray_session import ray_session
 from rlctl.config.files import temporary_folder
 from rlctl.jobs.completion_job import CompletionJob
@@ -39,10 +39,10 @@ def started_engines(
         with start_run_workers(replace(job.workers(plan), engines=spec), logs) as workers:
             saved, adapters = job.checkpoint, job.config.training.lora.rank > 0
             if saved is None or adapters:  # a checkpoint of adapters contains no base weights
-                workers.policy.load_model(job.model.source.weights)
+                workers.policy.load_model(job.model.files.weights)
             if saved is not None:
                 (workers.policy.load_saved if adapters else workers.policy.load_model)(saved.policy)
-            source, limit = None if saved else job.model.source, error_limit(job.config, workers.spec.policy.dtype)
+            source, limit = None if saved else job.model.files, error_limit(job.config, workers.spec.policy.dtype)
             with workers.weight_sync(job.config.refit, source, decode_limit=limit) as sync:
                 for share in sync.refit(saved.step if saved else 0).shares:
                     tell(f"weights: {share}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.backends.lookup import engine_backend
 from rlctl.checkpoints.conversion.prepared_model import require_seen
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.config.load import Resolved
 from rlctl.jobs.backend_arguments import BackendArguments
 from rlctl.models.facts import ModelFacts
@@ -49,7 +49,7 @@ class CompletionJob:
         `plan_from_config`.
         """
         work = completions_workload(self.config, self.facts, prompt_tokens, self.samples)
-        if self.checkpoint or self.model.source.megatron or self.compares:
+        if self.checkpoint or self.model.files.megatron or self.compares:
             step = self.config.batch
             prompts, generations = max(work.prompts, step.prompts), max(work.generations, step.generations)
             work = replace(work, trains=True, prompts=prompts, generations=generations)
@@ -62,7 +62,7 @@ class CompletionJob:
         refuse_unrunnable(plan)
         engine_backend(self.config.generation.backend).refuse(self.config, self.facts, device_of(plan))
         require_devices(plan, self.config)
-        require_seen(self.model.source, plan.cluster.nodes)
+        require_seen(self.model.files, plan.cluster.nodes)
         return plan
 
     def engines(self, plan: Plan) -> EnginesSpec:
@@ -71,12 +71,12 @@ class CompletionJob:
             engines = self.workers(plan).engines
             assert engines is not None  # a plan for completions has engines
             return engines
-        directory = self.model.source.directory
+        directory = self.model.files.directory
         return planned_engines(self.config, self.facts, plan, directory, plan.workload.max_length, colocated=False)
 
     def workers(self, plan: Plan) -> RunWorkersSpec:
         """Return the specification of the policy and engines of a plan with both."""
-        directory, length = self.model.source.directory, plan.workload.max_length
+        directory, length = self.model.files.directory, plan.workload.max_length
         return planned_workers(self.config, self.facts, plan, directory, None, max_length=length, dummy_weights=True)
 
     def arguments(self, plan: Plan) -> BackendArguments:

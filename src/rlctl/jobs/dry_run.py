@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlctl.checkpoints.megatron.megatron_directory import find
-from rlctl.checkpoints.model_source import ModelSource, of_megatron
+from rlctl.checkpoints.model_files import ModelFiles, of_megatron
 from rlctl.config.files import user_path
 from rlctl.config.load import Resolved
 from rlctl.errors import InputError
@@ -84,10 +84,10 @@ def dry_generate(resolved: Resolved, samples: int, checkpoint: Checkpoint | None
     return DryRun(job.resolved, plan, job.arguments(plan), (*_assumed(resolved, plan), note))
 
 
-def _unopened(resolved: Resolved) -> ModelSource:
+def _unopened(resolved: Resolved) -> ModelFiles:
     name = resolved.config.model.name or ""
     local = find(user_path(name))
-    return of_megatron(name, local) if local is not None else ModelSource(Path(name), name)
+    return of_megatron(name, local) if local is not None else ModelFiles(Path(name), name)
 
 
 def _assumed(resolved: Resolved, plan: Plan) -> list[str]:

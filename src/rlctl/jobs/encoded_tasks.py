@@ -10,7 +10,7 @@ from typing import Any
 
 from rlctl.backends.messages import Sampling
 from rlctl.checkpoints.identity import model_fingerprint
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.config.user_code import MODEL
 from rlctl.data.chat import PromptEncoder, load_tokenizer, template_digest
 from rlctl.data.prompt_rows import PromptRow
@@ -53,13 +53,13 @@ class Encoded:
         """Open the model and its tokenizer. Raises InputError for a prompt that leaves no room for an answer."""
         total = sum(len(task.rows) for task in evaluation.tasks)
         job = completion_job(candidate.resolved, evaluation.samples, candidate.checkpoint, total, tell)
-        config, directory = job.config, job.model.source.directory
+        config, directory = job.config, job.model.files.directory
         tokenizer = load_tokenizer(directory, config.model)
         encoders = {
             task.label: PromptEncoder.build(tokenizer, config.model, task.data, directory) for task in evaluation.tasks
         }
         for note in dict.fromkeys(
-            filter(None, [job.model.source.note, *(encoder.note for encoder in encoders.values())])
+            filter(None, [job.model.files.note, *(encoder.note for encoder in encoders.values())])
         ):
             tell(f"{candidate.label}: {note}")
         first = evaluation.tasks[0]
@@ -84,7 +84,7 @@ class Encoded:
         identity = (
             hashlib.sha256(json.dumps(weights.state()["files"], sort_keys=True).encode()).hexdigest()
             if weights
-            else model_fingerprint(directory, job.model.source.weights)
+            else model_fingerprint(directory, job.model.files.weights)
         )
         return cls(candidate, job, encoders, prompts, identity, play)
 

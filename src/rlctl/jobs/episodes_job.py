@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.config.load import Resolved
 from rlctl.errors import InputError
 from rlctl.jobs.completion_job import CompletionJob, completion_job
@@ -39,7 +39,7 @@ def episodes_job(
     job = replace(completion_job(resolved, 1, checkpoint, count, tell), compares=compares)
     if checkpoint is not None and compares:
         raise InputError("--check applies to a model: a checkpoint's refit is verified anyway.", "Leave it out.")
-    prompts = PromptStream.open_rollouts(job.config, job.model.source.directory)
+    prompts = PromptStream.open_rollouts(job.config, job.model.files.directory)
     for note in prompts.datasets[0].encoder.notes_on(prompts.prompt_at(position) for position in range(count)):
         tell(note)
     listed = [(dataset.label, dataset.reward, dataset.prompts) for dataset in prompts.datasets]

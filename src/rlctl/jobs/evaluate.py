@@ -14,7 +14,7 @@ from typing import Any
 
 from rlctl.backends.clients import EngineClient, generate_groups
 from rlctl.backends.messages import GroupRequest
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.cluster.ray_session import fetch
 from rlctl.data.image_rows import shown_prompt
 from rlctl.data.rollouts import Rollout, RolloutGroup

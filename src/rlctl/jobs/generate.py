@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.backends.clients import generate_groups
 from rlctl.backends.messages import GroupRequest, SampledGroup, Sampling
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.cluster.ray_session import fetch
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.image_rows import shown_prompt
@@ -21,7 +21,7 @@ from rlctl.rollouts.source import sample_seed
 
 def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Iterator[dict[str, Any]]:
     """Yield one record per prompt, in order: `prompt`, `completions` [{text, token_ids, logprobs, finish_reason}]."""
-    config, directory = job.config, job.model.source.directory
+    config, directory = job.config, job.model.files.directory
     encoder = PromptEncoder.build(load_tokenizer(directory, config.model), config.model, config.data, directory)
     if encoder.note:
         tell(encoder.note)

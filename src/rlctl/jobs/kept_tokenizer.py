@@ -8,7 +8,7 @@ from pathlib import Path
 from rlctl.checkpoints.hf.hf_files import read_config, read_generation
 from rlctl.checkpoints.hf.tokenizer_files import names_other_class, write_tokenizer
 from rlctl.checkpoints.megatron.megatron_directory import RUN_TOKENIZER
-from rlctl.checkpoints.model_source import tokenizer_directory
+from rlctl.checkpoints.model_files import tokenizer_directory
 from rlctl.data.chat import read_template
 from rlctl.preparation.job import Job
 

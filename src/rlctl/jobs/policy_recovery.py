@@ -47,7 +47,7 @@ def load_teacher(job: Job, display: Display, policy: PolicyClient, teacher: Poli
     # In asynchronous runs a reward model scores rollouts while the policy trains, so it stays on the device.
     stays = job.config.samples_while_training and not job.config.named_teacher
     policy.teacher = Teacher(teacher, job.offload and not stays)
-    policy.teacher.load_model(job.teacher.source.weights)
+    policy.teacher.load_model(job.teacher.files.weights)
 
 
 def recovery_of(

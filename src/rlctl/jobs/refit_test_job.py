@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlctl.backends.base import resolve_dtype
 from rlctl.backends.lookup import engine_backend
-from rlctl.checkpoints.model_source import ModelSource
+from rlctl.checkpoints.model_files import ModelFiles
 from rlctl.config.load import Resolved
 from rlctl.methods.available import method_from_config
 from rlctl.models.facts import ModelFacts
@@ -27,7 +27,7 @@ class RefitTestJob:
 
     config: RolloutConfig
     """The configuration, with the values of `plan`."""
-    base_model: ModelSource
+    base_model: ModelFiles
     facts: ModelFacts
     plan: Plan
     """How `train` would lay out policy and engines."""
@@ -60,6 +60,6 @@ def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Call
     engine_backend(planned.config.generation.backend).refuse(planned.config, model.facts, device_of(plan))
     require_devices(plan, resolved.config)
     model = open_model(planned.config.model, tell)
-    if model.source.note:
-        tell(model.source.note)
-    return RefitTestJob(planned.config, model.source, model.facts, plan, receive, repeat)
+    if model.files.note:
+        tell(model.files.note)
+    return RefitTestJob(planned.config, model.files, model.facts, plan, receive, repeat)

@@ -13,7 +13,7 @@ from typing import Any
 from rlctl.backends.batching.batch import LogprobStats
 from rlctl.backends.clients import generate_groups
 from rlctl.backends.messages import SampledGroup, Sampling
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.cluster.ray_session import fetch
 from rlctl.data.image_rows import IN_TEXT
 from rlctl.data.image_sources import MARK

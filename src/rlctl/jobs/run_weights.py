@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.backends.clients import PolicyClient
 from rlctl.checkpoints.conversion.prepared_model import prepared, require_seen
-from rlctl.checkpoints.model_source import ModelSource
+from rlctl.checkpoints.model_files import ModelFiles
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan
 from rlctl.preparation.job import Job
@@ -26,15 +26,15 @@ def converted(job: Job, display: Display) -> Job:
     """Return the job with converted models of policy and teacher, if the backend loads converted checkpoints.
 
     Raises MachineError if a model's directory may not exist on every node of the run."""
-    for files in (job.base_model, *([job.teacher.source] if job.teacher else [])):
+    for files in (job.base_model, *([job.teacher.files] if job.teacher else [])):
         require_seen(files, job.plan.cluster.nodes)
     if job.converts and job.base_model.megatron is None:
         display.doing("preparing the converted model", own_bar=True)
         job = replace(job, base_model=prepared(job.base_model, job.dtype, job.plan.cluster.nodes, display.say))
     if job.converts and job.teacher is not None and job.config.named_teacher:
         display.doing("preparing the converted teacher", own_bar=True)
-        source = prepared(job.teacher.source, job.dtype, job.plan.cluster.nodes, display.say)
-        job = replace(job, teacher=replace(job.teacher, source=source))
+        files = prepared(job.teacher.files, job.dtype, job.plan.cluster.nodes, display.say)
+        job = replace(job, teacher=replace(job.teacher, files=files))
     return job
 
 
@@ -56,7 +56,7 @@ def load_newest(
 
 
 def open_weight_sync(
-    job: Job, workers: RunWorkers, source: ModelSource | None, display: Display, stack: contextlib.ExitStack
+    job: Job, workers: RunWorkers, source: ModelFiles | None, display: Display, stack: contextlib.ExitStack
 ) -> WeightSync:
     """Return the weight sync of a run, closed by `stack`. `source`: the model whose weights the policy has; None: a
     checkpoint's."""

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.checkpoints.staging import locked
 from rlctl.config.files import cache_directory
 from rlctl.errors import MachineError, WaitTimeoutError

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlctl.backends.base import Device, Dtype, Teaching, resolve_dtype
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.config.load import Resolved
 from rlctl.methods.rl.critic import METRICS as CRITIC_METRICS
 from rlctl.planner.make_plan import refuse_unrunnable
@@ -113,7 +113,7 @@ class Job(Opened):
         if self.teacher is not None:
             top = self.method.teacher_top
             teacher = planned_teacher(self.config, self.facts, self.teacher.facts, self.plan, self.method)
-            teacher = replace(teacher, model_dir=self.teacher.source.directory)
+            teacher = replace(teacher, model_dir=self.teacher.files.directory)
             # The teacher's output layer may be padded beyond its tokenizer; padding is not a token.
             if self.projection is not None and teacher.teaches is not None:
                 vocab = min(self.projection.teacher_vocab, teacher.teaches.vocab)

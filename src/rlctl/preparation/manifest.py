@@ -13,7 +13,7 @@ from typing import Any
 
 from rlctl import __version__
 from rlctl.checkpoints.identity import model_fingerprint
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.config.installed import commit_of, installed_versions
 from rlctl.data.chat import template_digest
 from rlctl.errors import MachineError
@@ -51,7 +51,7 @@ def manifest_of(job: Job) -> dict[str, Any]:
             "label": job.base_model.label,
             "note": job.base_model.note,
         },
-        "teacher": job.teacher.source.fingerprint() if job.teacher and job.config.named_teacher else None,
+        "teacher": job.teacher.files.fingerprint() if job.teacher and job.config.named_teacher else None,
         "data": job.prompts.fingerprint(),
         "rewards": [reward_digest(name) for name in job.rewards.scorers] if job.rewards else [],
         "environment": job.prompts.environment.manifest() if job.prompts.environment else None,

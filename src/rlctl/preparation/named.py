@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from rlctl.backends.lookup import require_backends
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.config.load import PLANNER, Resolved
 from rlctl.config.sources import Value
 from rlctl.data.mixing import source_settings

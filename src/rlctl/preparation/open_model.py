@@ -12,7 +12,7 @@ from rlctl.checkpoints.hf.model_facts import facts_in, known_facts
 from rlctl.checkpoints.hf.safetensors_files import refuse_others_for_vllm
 from rlctl.checkpoints.megatron.lora_weights import adapter_keys
 from rlctl.checkpoints.megatron.megatron_directory import find, is_of_run, manifest_of
-from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
+from rlctl.checkpoints.model_files import ModelFiles, Tell, resolve_model
 from rlctl.config.files import user_path
 from rlctl.config.user_code import MODEL
 from rlctl.errors import InputError, listed
@@ -39,7 +39,7 @@ def find_model(
     images: bool | None = None,
     trust_remote_code: bool = False,
     tell: Tell = lambda _: None,
-) -> ModelSource:
+) -> ModelFiles:
     """Find or fetch a model with `resolve_model`. Make the model of the preset laptop-vision, and without access to the
     hub the model of the preset laptop.
 
@@ -54,7 +54,7 @@ def find_model(
     return _seeing(whole) if images else text_part_of(whole, tell, copies=copies)
 
 
-def find_base(name: str, checkpoint: Path, tell: Tell) -> ModelSource:
+def find_base(name: str, checkpoint: Path, tell: Tell) -> ModelFiles:
     """Find or fetch the base model of a checkpoint's run: with weights only if the run trained adapters, and with its
     vision part only if the run trained on images."""
     from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
@@ -66,16 +66,16 @@ def find_base(name: str, checkpoint: Path, tell: Tell) -> ModelSource:
     return find_model(name, weights=adapted, images=images, tell=tell)
 
 
-def _seeing(source: ModelSource) -> ModelSource:
+def _seeing(files: ModelFiles) -> ModelFiles:
     """Return a vision-language model with a note that all of it is trained. Raises InputError for a model type that
     rlctl does not train on images."""
-    config = read_config(source.directory)
+    config = read_config(files.directory)
     if vision_family(config) is None:
-        raise _without_images(source.label, config)
-    note = f"{source.label} reads images: all of it is trained, by the backend dtensor"
+        raise _without_images(files.label, config)
+    note = f"{files.label} reads images: all of it is trained, by the backend dtensor"
     if VISION_FAMILIES[config["model_type"]].mutual:
         note += ". On CPUs its tokens of an image attend to earlier ones alone, as in vLLM there"
-    return source if source.note else replace(source, note=note)
+    return files if files.note else replace(files, note=note)
 
 
 def _without_images(label: str, config: dict[str, Any]) -> InputError:
@@ -92,7 +92,7 @@ def _without_images(label: str, config: dict[str, Any]) -> InputError:
 class NamedModel:
     """A model's files and facts."""
 
-    source: ModelSource
+    files: ModelFiles
     facts: ModelFacts
 
 
@@ -109,7 +109,7 @@ def open_model(
     `engines_alone` allows the quantized weights that vLLM reads."""
     if not model.name:
         raise InputError("No model: --model is not given.", "Give --model, or start from --preset laptop.")
-    source = find_model(
+    files = find_model(
         model.name,
         model.revision,
         weights=weights,
@@ -118,17 +118,17 @@ def open_model(
         trust_remote_code=model.trust_remote_code,
         tell=tell,
     )
-    if source.megatron is None and not engines_alone:
-        refuse_quantized(source.directory)
-    if source.megatron is None and engines_alone:
-        refuse_others_for_vllm(source.directory)
-    source = repositioned(source, model.max_position_embeddings, model.rope_scaling)
-    facts = facts_in(source.directory)
+    if files.megatron is None and not engines_alone:
+        refuse_quantized(files.directory)
+    if files.megatron is None and engines_alone:
+        refuse_others_for_vllm(files.directory)
+    files = repositioned(files, model.max_position_embeddings, model.rope_scaling)
+    facts = facts_in(files.directory)
     if most := _more_positions(facts, model):
-        tell(f"{source.label} has {facts.max_length:,} positions, and goes on to {most:,} (model.extend_positions)")
-        source = repositioned(source, most, {})
+        tell(f"{files.label} has {facts.max_length:,} positions, and goes on to {most:,} (model.extend_positions)")
+        files = repositioned(files, most, {})
         facts = replace(facts, max_length=most)
-    return NamedModel(source, facts)
+    return NamedModel(files, facts)
 
 
 def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_alone: bool = False) -> ModelFacts:
@@ -148,17 +148,17 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
     if not here and entry is not None and entry.text_part and model.images:
         raise _without_images(model.name, entry.config)
     try:
-        source = find_model(model.name, model.revision, weights=False, images=model.images, tell=tell)
+        files = find_model(model.name, model.revision, weights=False, images=model.images, tell=tell)
     except InputError as error:
         close = near(model.name)
         raise InputError(
             error.message, f"Known without a download: {', '.join(close)}." if close else error.hint
         ) from error
-    if source.megatron is None and not engines_alone:
-        refuse_quantized(source.directory)
-    if source.note:
-        tell(source.note)
-    return _repositioned(facts_in(source.directory), model)
+    if files.megatron is None and not engines_alone:
+        refuse_quantized(files.directory)
+    if files.note:
+        tell(files.note)
+    return _repositioned(facts_in(files.directory), model)
 
 
 def _repositioned(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
@@ -232,8 +232,8 @@ def open_scorer(config: RlctlConfig, *, weights: bool = True) -> NamedModel | No
             "Name one of them.",
         )
     try:
-        source = body_of(reward_model(names[0]), weights=weights)
-        return NamedModel(source, facts_in(source.directory))
+        files = body_of(reward_model(names[0]), weights=weights)
+        return NamedModel(files, facts_in(files.directory))
     except InputError as error:
         if names[0] in error.message:
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlctl.checkpoints.model_source import ModelSource, Tell
+from rlctl.checkpoints.model_files import ModelFiles, Tell
 from rlctl.config.load import Resolved
 from rlctl.config.sources import Value
 from rlctl.config.user_code import MODEL
@@ -35,7 +35,7 @@ from rlctl.training.method import Method
 class Opened(Located):
     """A run with data and rewards. The configuration contains the lengths and steps derived from the data."""
 
-    base_model: ModelSource
+    base_model: ModelFiles
     """The model at the start of the run."""
     prompts: PromptStream
     rewards: Rewards | None
@@ -60,7 +60,7 @@ def open_run(planned: Planned, tell: Tell, *, copies: bool, completion: str | No
     """
     config, method = planned.config, planned.method
     model, teacher = open_model(config.model, tell, copies=copies), open_teacher(config, tell, copies=copies)
-    directory = model.source.directory
+    directory = model.files.directory
     if isinstance(method, Refuses):
         method.refuse_model(directory)
     if config.model.dtype == "float16" and model.facts.family in OVERFLOWS_IN_FLOAT16:
@@ -84,7 +84,7 @@ def open_run(planned: Planned, tell: Tell, *, copies: bool, completion: str | No
         validation = validation.fitted(length - 1 if new else length, prompts.room)
     tell_of_little_room(tell, prompt_tokens, new, length)
     return Opened(
-        resolved, method, model.facts, planned.teacher_facts, planned.assume, model.source, prompts, rewards,
+        resolved, method, model.facts, planned.teacher_facts, planned.assume, model.files, prompts, rewards,
         validation, teacher, projection, tuple(prompt_tokens), (*prompts.notes(), *repeated_rows(config, prompts)),
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from rlctl.backends.base import (
 )
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.messages import Sampling, Truncation
-from rlctl.checkpoints.model_source import ModelSource
+from rlctl.checkpoints.model_files import ModelFiles
 from rlctl.cluster import hangs
 from rlctl.cluster.memory_files import MemoryFiles
 from rlctl.cluster.placement import Bundle, Placement
@@ -83,7 +83,7 @@ class RunWorkers:
     def weight_sync(
         self,
         settings: RefitConfig,
-        source: ModelSource | None,
+        source: ModelFiles | None,
         *,
         offload: bool | None = None,
         decode_limit: float | None = None,

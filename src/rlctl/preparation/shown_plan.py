@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from rlctl.backends.lookup import require_backends
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.config.load import Resolved
 from rlctl.config.sources import Value
 from rlctl.errors import InputError
@@ -53,12 +53,12 @@ def _prompts_here(located: Located, tell: Tell) -> PromptStream | None:
         return None
     try:
         model = config.model
-        source = find_model(model.name or "", model.revision, weights=False, images=model.images)
+        files = find_model(model.name or "", model.revision, weights=False, images=model.images)
     except InputError:
         tell(f"The tokenizer of {config.model.name} is not on this machine, so the lengths of prompts are assumed.")
         return None
     try:
-        return located.method.open_data(source.directory)
+        return located.method.open_data(files.directory)
     except InputError as error:
         if not located.resolved.origin["data.name"].startswith("preset"):
             raise

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase, teacher: NamedModel) -> None:
     """Raise InputError unless policy and teacher have the same vocabulary and special tokens. Their end-of-turn tokens
     may differ, for example between a base model and its instruct version."""
-    theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
+    theirs = load_tokenizer(teacher.files.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
     ours_of, theirs_of = tokenizer.get_vocab(), theirs.get_vocab()
     different = sum(ours_of.get(token) != theirs_of.get(token) for token in ours_of.keys() | theirs_of.keys())
     special = set(tokenizer.all_special_ids) ^ set(theirs.all_special_ids)
@@ -41,7 +41,7 @@ def projection_to(
     teacher's tokenizer on the text streams. Raises InputError for tokenizers that cannot be aligned."""
     assert isinstance(prompts, TextStream)  # such teachers read texts
     assert config.named_teacher is not None
-    theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
+    theirs = load_tokenizer(teacher.files.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
     for tokenizer, name in ((prompts.encoder.tokenizer, config.model.name), (theirs, config.named_teacher.model)):
         require_aligning(tokenizer, str(name))
     for stream in (prompts, *([validation.stream] if isinstance(validation, HeldOutTexts) else [])):

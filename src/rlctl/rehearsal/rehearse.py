@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.cluster.ray_session import environment
 from rlctl.config.files import temporary_folder
 from rlctl.config.load import Resolved

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.checkpoints.model_source import resolve_model
+from rlctl.checkpoints.model_files import resolve_model
 from rlctl.config.files import write_json
 from rlctl.data.chat import load_tokenizer
 from rlctl.data.holdout import validation_data

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from rlctl.checkpoints.model_source import require_name_or_directory
+from rlctl.checkpoints.model_files import require_name_or_directory
 from rlctl.config.files import user_path
 from rlctl.config.plugins import plugin_names
 from rlctl.config.user_code import MODEL, is_reference, split_reference

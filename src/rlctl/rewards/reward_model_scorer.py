@@ -11,7 +11,7 @@ import numpy as np
 
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.identity import model_fingerprint
-from rlctl.checkpoints.model_source import resolve_model
+from rlctl.checkpoints.model_files import resolve_model
 from rlctl.config.user_code import MODEL, UserCode, is_reference
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_rows import PromptRow

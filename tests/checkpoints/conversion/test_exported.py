@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.inspection import inspect
-from rlctl.checkpoints.model_source import ModelSource
+from rlctl.checkpoints.model_files import ModelFiles
 from rlctl.models.families import facts_from_hf_config, weights_of
 from support.family_models import hf_model
 from support.module_runs import write_module_run
@@ -151,7 +151,7 @@ def trained_run(directory: Path, run: Path) -> Path:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     held = {name: value.detach() / 2 for name, value in model.state_dict().items()}
-    return write_module_run(run, ModelSource(directory, str(directory)), held)
+    return write_module_run(run, ModelFiles(directory, str(directory)), held)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "glm4_moe"])

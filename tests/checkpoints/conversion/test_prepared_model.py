@@ -26,7 +26,7 @@ from rlctl.checkpoints.conversion.prepared_model import (
     prepared,
 )
 from rlctl.checkpoints.locations import NAMED
-from rlctl.checkpoints.model_source import resolve_model
+from rlctl.checkpoints.model_files import resolve_model
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import InputError, MachineError
 from rlctl.tiny_models.text import write_tiny_family
@@ -226,7 +226,7 @@ def test_a_conversion_that_fails_names_the_place(tmp_path: Path, monkeypatch: py
 RUN = """
 import sys
 from rlctl.checkpoints.conversion import prepared_model
-from rlctl.checkpoints.model_source import resolve_model
+from rlctl.checkpoints.model_files import resolve_model
 from rlctl.runs.interrupt import StopRequest
 
 with StopRequest(print):

@@ -23,7 +23,7 @@ from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.hf.text_config import text_config
 from rlctl.checkpoints.inspection import inspect
 from rlctl.checkpoints.locations import NAMED
-from rlctl.checkpoints.model_source import ModelSource
+from rlctl.checkpoints.model_files import ModelFiles
 from rlctl.errors import InputError, MachineError
 from rlctl.preparation.open_model import find_base, find_model, published_facts
 from rlctl.settings.data import ModelConfig
@@ -313,7 +313,7 @@ def test_a_text_part_needs_room_that_every_node_sees(
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     place = conversion_directory(written("gemma3"), TEXT)
     take_text_part(written("gemma3"), place)
-    model = ModelSource(place, "gemma", origin=written("gemma3"))
+    model = ModelFiles(place, "gemma", origin=written("gemma3"))
     require_seen(model, 1)
     with pytest.raises(MachineError, match=f"other nodes may not see {tmp_path / 'home'}") as failed:
         require_seen(model, 2)
@@ -404,7 +404,7 @@ def test_adapters_of_a_text_part_go_back_into_both_models(name: str, written: An
     """The truth is transformers' whole model with alpha / r B A added to the linear layers of its text part."""
     whole, place = written(name), tmp_path / "text"
     take_text_part(whole, place)
-    run, pairs = adapter_run(ModelSource(place, str(whole), origin=whole), tmp_path / "run", str(whole))
+    run, pairs = adapter_run(ModelFiles(place, str(whole), origin=whole), tmp_path / "run", str(whole))
     assert megatron_to_hf(run, tmp_path / "merged").verified
     megatron_to_peft(run, tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -431,7 +431,7 @@ def test_adapters_of_a_text_part_go_back_into_both_models(name: str, written: An
     torch.testing.assert_close(logprobs(whole_model(tmp_path / "back")), changed, atol=1e-4, rtol=0)
 
 
-def adapter_run(base: ModelSource, run: Path, name: str) -> tuple[Path, dict[str, Any]]:
+def adapter_run(base: ModelFiles, run: Path, name: str) -> tuple[Path, dict[str, Any]]:
     """Write the checkpoint of a run on the backend dtensor with random adapters of rank 2 and alpha 4."""
     from torch import nn
 

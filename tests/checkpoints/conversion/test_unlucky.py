@@ -14,7 +14,7 @@ from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, me
 from rlctl.checkpoints.conversion.prepared_model import fingerprints_of
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.inspection import inspect
-from rlctl.checkpoints.model_source import resolve_model
+from rlctl.checkpoints.model_files import resolve_model
 from rlctl.errors import InputError
 from rlctl.tiny_models.text import write_tiny_family
 

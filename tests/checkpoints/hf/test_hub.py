@@ -15,7 +15,7 @@ import pytest
 
 PROGRAM = """
 import sys
-from rlctl.checkpoints.model_source import resolve_model, tokenizer_directory
+from rlctl.checkpoints.model_files import resolve_model, tokenizer_directory
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import AbsentError
 from rlctl.settings.data import DataConfig

@@ -17,7 +17,7 @@ from rlctl.checkpoints.megatron.lora_weights import adapter_keys, read_adapters,
 from rlctl.checkpoints.megatron.megatron_directory import Base, MegatronDirectory, base_of, computed_in, is_of_run
 from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model, value_head
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
-from rlctl.checkpoints.model_source import ModelSource
+from rlctl.checkpoints.model_files import ModelFiles
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
@@ -58,7 +58,7 @@ PREDICTING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_laye
 
 
 def exported_weights(
-    megatron: MegatronDirectory, config_from: ModelSource | None, tell: Callable[[str], None]
+    megatron: MegatronDirectory, config_from: ModelFiles | None, tell: Callable[[str], None]
 ) -> Exported:
     """Return a checkpoint's weights with merged adapters and the base model's multi-token-prediction layers. `tell`
     receives missing parts. Raises InputError for a damaged checkpoint or a missing base model."""
@@ -143,7 +143,7 @@ def _of_base(base: Base, dtype: str) -> Exported:
     return Exported(base.directory, model.config, model.facts, world, model.source, dtype, predicting=kept)
 
 
-def _merged(megatron: MegatronDirectory, reader: TorchDistReader, config_from: ModelSource | None) -> Exported:
+def _merged(megatron: MegatronDirectory, reader: TorchDistReader, config_from: ModelFiles | None) -> Exported:
     base, (computed, rounding) = base_of(megatron, config_from), computed_in(megatron)
     dtype = computed or reader.shapes[adapter_keys(reader.shapes)[0]].dtype
     under = _of_base(base, dtype)

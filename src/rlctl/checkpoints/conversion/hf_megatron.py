@@ -35,7 +35,7 @@ from rlctl.checkpoints.identity import damaged_files, source_identity
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, LATEST, RELEASE, MegatronDirectory, find
 from rlctl.checkpoints.megatron.megatron_model import Blocks, common_values
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader, TorchDistWriter
-from rlctl.checkpoints.model_source import ModelSource, Tell, as_source
+from rlctl.checkpoints.model_files import ModelFiles, Tell, as_files
 from rlctl.checkpoints.staging import any_content, locked, require_replaceable, staged
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import InputError, listed
@@ -128,7 +128,7 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
 
 
 def megatron_to_hf(
-    source: Path, destination: Path, config_from: Path | ModelSource | None = None, options: Options | None = None
+    source: Path, destination: Path, config_from: Path | ModelFiles | None = None, options: Options | None = None
 ) -> Report:
     """Write the Hugging Face directory of a Megatron checkpoint (see `exported`). Raises like `hf_to_megatron`.
     `config_from`: a model with config.json and tokenizer, if the checkpoint has none, or the run's base."""
@@ -140,7 +140,7 @@ def megatron_to_hf(
         raise InputError(f"{source} {problem}.", hint)
     if options.verify:
         require_undamaged(megatron)
-    model = exported_weights(megatron, as_source(config_from), options.tell)
+    model = exported_weights(megatron, as_files(config_from), options.tell)
     dtype = options.dtype or model.dtype
     conversion = {
         "source": [str(megatron.shards.resolve()), megatron.iteration],

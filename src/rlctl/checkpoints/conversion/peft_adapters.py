@@ -17,7 +17,7 @@ from rlctl.checkpoints.hf.transformers_model import body_path, meta_model, text_
 from rlctl.checkpoints.megatron.lora_weights import adapter_keys, read_adapters, scale_of
 from rlctl.checkpoints.megatron.megatron_directory import Base, base_of, find
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
-from rlctl.checkpoints.model_source import ModelSource, as_source
+from rlctl.checkpoints.model_files import ModelFiles, as_files
 from rlctl.checkpoints.staging import locked, require_replaceable, staged
 from rlctl.config.files import user_path
 from rlctl.errors import InputError, VerificationError
@@ -35,7 +35,7 @@ unchanged, and vLLM and PEFT find the tensors under the same names (PEFT 0.17 an
 
 
 def megatron_to_peft(
-    source: Path, destination: Path, config_from: Path | ModelSource | None = None, options: Options | None = None
+    source: Path, destination: Path, config_from: Path | ModelFiles | None = None, options: Options | None = None
 ) -> Report:
     """Write the adapters of a run's checkpoint for PEFT. `config_from`: the base model, if it moved. Raises InputError
     without adapters, else like `hf_to_megatron`."""
@@ -53,7 +53,7 @@ def megatron_to_peft(
     if options.verify:
         require_undamaged(megatron)
     begun, dtype = time.perf_counter(), options.dtype or reader.shapes[stored[0]].dtype
-    base = base_of(megatron, as_source(config_from))
+    base = base_of(megatron, as_files(config_from))
     facts = facts_in(base.directory)
     adapters = read_adapters(reader, without_absent_mtp(facts, reader.shapes), scale_of(base))
     params = param_names(facts)

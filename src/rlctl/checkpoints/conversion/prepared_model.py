@@ -25,7 +25,7 @@ from rlctl.checkpoints.hf.text_config import NEXT, has_text_part, text_directory
 from rlctl.checkpoints.identity import source_identity
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory
-from rlctl.checkpoints.model_source import ModelSource, of_megatron
+from rlctl.checkpoints.model_files import ModelFiles, of_megatron
 from rlctl.checkpoints.staging import any_content
 from rlctl.config.files import user_path
 from rlctl.errors import InputError, MachineError, RlctlError
@@ -51,7 +51,7 @@ def conversion_directory(directory: Path, dtype: str) -> Path:
     return locations.converted_directory() / f"{name}-{source_identity(directory)[:DIGITS]}-{dtype}"
 
 
-def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], None]) -> ModelSource:
+def prepared(source: ModelFiles, dtype: str, nodes: int, tell: Callable[[str], None]) -> ModelFiles:
     """Return the model that a run on `nodes` starts from: the conversion of `source`, created if missing, or a Megatron
     checkpoint unchanged. If the default place is unusable, return the published files and pass the reason to `tell`.
     Raises conversion errors, and InputError for damaged or foreign files at the place."""
@@ -83,7 +83,7 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
             return source
     # Not the iteration that somebody trained from it with other tools and saved next to it.
     converted = of_megatron(source.label, MegatronDirectory(place, place / RELEASE, None))
-    return ModelSource(converted.directory, source.label, source.note, converted.megatron)
+    return ModelFiles(converted.directory, source.label, source.note, converted.megatron)
 
 
 def _is_there(place: Path, conversion: Mapping[str, str], otherwise: str = "") -> bool:
@@ -112,7 +112,7 @@ def planned_text_part(label: str, facts: ModelFacts, dtype: str) -> str:
     return f"{label} {TAKES_MORE}: its text part is trained, {where}"
 
 
-def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bool) -> ModelSource:
+def text_part_of(source: ModelFiles, tell: Callable[[str], None], *, copies: bool) -> ModelFiles:
     """Return the text part of a multimodal model, stored with conversions, or any other model as is. A missing one is
     made with `copies`, or without weights otherwise. The note names it. Raises InputError for an untrainable text part,
     and copy errors."""
@@ -128,16 +128,14 @@ def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bo
             raise InputError(f"{description}, and its text part cannot be trained: {error.message}", NEXT) from error
         if not copies:
             note = planned_text_part(source.label, facts, read_config(directory)["dtype"] or "bfloat16")
-            return ModelSource(directory, source.label, note, origin=source.directory)
+            return ModelFiles(directory, source.label, note, origin=source.directory)
         tell(f"taking the text part out of {source.label} once, for every run to start from: {place}")
         _convert(source.directory, place, TEXT, f"The text part of {source.label} could not be taken out")
     where = f"which lies in {place} ({SafetensorsDirectory.open(place).bytes / 1e9:.3g} GB)"
-    return ModelSource(
-        place, source.label, f"{description}: its text part is trained, {where}", origin=source.directory
-    )
+    return ModelFiles(place, source.label, f"{description}: its text part is trained, {where}", origin=source.directory)
 
 
-def merged(source: ModelSource, tell: Callable[[str], None], *, copies: bool) -> ModelSource:
+def merged(source: ModelFiles, tell: Callable[[str], None], *, copies: bool) -> ModelFiles:
     """Return a run's merged adapters and base weights, stored like a text part, or any other model as is."""
     if source.megatron is None:
         return source
@@ -152,15 +150,15 @@ def merged(source: ModelSource, tell: Callable[[str], None], *, copies: bool) ->
     made = record.read(place)
     if made is None or record.damage(place, made):
         if not copies:
-            return ModelSource(
+            return ModelFiles(
                 source.directory, source.label, f"{description} once, into {place}", origin=source.megatron
             )
         tell(f"merging the adapters of {source.label} once, for every run to start from: {place}")
         _convert(run, place, MERGED, f"The adapters of {source.label} could not be merged")
-    return ModelSource(place, source.label, f"{description}, in {place}", origin=source.megatron)
+    return ModelFiles(place, source.label, f"{description}, in {place}", origin=source.megatron)
 
 
-def repositioned(source: ModelSource, most: int | None, scaling: dict[str, Any]) -> ModelSource:
+def repositioned(source: ModelFiles, most: int | None, scaling: dict[str, Any]) -> ModelFiles:
     """Return a model whose config.json has other positions than it was published with, and every other as it is."""
     if most is None and not scaling:
         return source
@@ -170,7 +168,7 @@ def repositioned(source: ModelSource, most: int | None, scaling: dict[str, Any])
     return _with_config(source, "positions", replaced_positions(read_config(source.directory), most, scaling))
 
 
-def body_of(directory: Path, *, weights: bool = True) -> ModelSource:
+def body_of(directory: Path, *, weights: bool = True) -> ModelFiles:
     """Return a reward model for policy backends: config.json with the generating class and no output layer. Raises
     InputError without such a class or, with `weights`, a score."""
     config = read_config(directory)
@@ -182,10 +180,10 @@ def body_of(directory: Path, *, weights: bool = True) -> ModelSource:
         raise InputError(f"{directory}: the head of the model is not {SCORE}, which a backend could load.")
     tied = "lm_head.weight" not in tensors or config.get("tie_word_embeddings", False)
     changed = {**config, "architectures": [written], "tie_word_embeddings": tied}
-    return _with_config(ModelSource(directory, str(directory)), "scores", changed)
+    return _with_config(ModelFiles(directory, str(directory)), "scores", changed)
 
 
-def _with_config(source: ModelSource, description: str, changed: Mapping[str, Any]) -> ModelSource:
+def _with_config(source: ModelFiles, description: str, changed: Mapping[str, Any]) -> ModelFiles:
     """Return a model with another config.json, stored with conversions as `what`, with links to other files."""
     config = json.dumps(changed, indent=2, sort_keys=True)
     digest = hashlib.sha256(config.encode()).hexdigest()[:DIGITS]
@@ -201,7 +199,7 @@ def _with_config(source: ModelSource, description: str, changed: Mapping[str, An
     return replace(source, directory=place)
 
 
-def require_seen(source: ModelSource, nodes: int) -> None:
+def require_seen(source: ModelFiles, nodes: int) -> None:
     """Raise MachineError for a text part or merged adapters where other nodes may not see what this one has made."""
     if source.origin is None or locations.named_directory() is not None:
         return
@@ -227,7 +225,7 @@ def _convert(source: Path, place: Path, dtype: str, failed: str, otherwise: str 
         raise type(error)(f"{failed} into {place.parent}: {error.message}", hint.strip()) from error
 
 
-def fingerprints_of(source: ModelSource, dtype: str) -> dict[str, int]:
+def fingerprints_of(source: ModelFiles, dtype: str) -> dict[str, int]:
     """Fingerprints of the tensors of a model that rlctl has converted to `dtype`; empty for any other."""
     return {} if source.megatron is None else record.fingerprints(source.megatron, dtype)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlctl.checkpoints.hf.tokenizer_files import replace_tokenizer
 from rlctl.checkpoints.megatron.megatron_directory import RUN_TOKENIZER, MegatronDirectory, is_of_run, manifest_of
-from rlctl.checkpoints.model_source import Tell
+from rlctl.checkpoints.model_files import Tell
 from rlctl.errors import InputError
 
 REPLACED = ("model.tokenizer", "model.chat_template")

@@ -90,7 +90,7 @@ def _iteration_of(name: str) -> int | None:
 
 
 class Named(Protocol):
-    """A model that the user names as a run's base (`ModelSource`)."""
+    """A model that the user names as a run's base (`ModelFiles`)."""
 
     @property
     def directory(self) -> Path: ...

@@ -23,7 +23,7 @@ from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, refuse_others_for_vllm
 from rlctl.checkpoints.identity import source_identity
 from rlctl.checkpoints.locations import converted_directory
-from rlctl.checkpoints.model_source import CONFIG_FILES, IGNORED_FILES, resolve_model, stored_parameters
+from rlctl.checkpoints.model_files import CONFIG_FILES, IGNORED_FILES, resolve_model, stored_parameters
 from rlctl.errors import InputError, RlctlError
 
 
@@ -121,7 +121,7 @@ def test_a_misspelled_name_has_a_suggestion_without_a_network() -> None:
 
 def test_a_place_of_the_hub_that_cannot_be_read_is_not_blamed_on_the_network(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path))
-    monkeypatch.setattr("rlctl.checkpoints.model_source.hub_answers", lambda: True)
+    monkeypatch.setattr("rlctl.checkpoints.model_files.hub_answers", lambda: True)
     with pytest.raises(RlctlError) as caught:
         resolve_model("someone/some-model")
     assert str(tmp_path) in caught.value.message
@@ -140,7 +140,7 @@ def test_cached_name_needs_no_network(tiny_llama: Path, tmp_path: Path) -> None:
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
     code = """
-from rlctl.checkpoints.model_source import resolve_model
+from rlctl.checkpoints.model_files import resolve_model
 found = resolve_model("someone/tiny").directory
 print(found)
 (found / "model.safetensors").write_bytes(b"")

@@ -34,7 +34,7 @@ IGNORED_FILES = [
 
 
 @dataclass(frozen=True)
-class ModelSource:
+class ModelFiles:
     """A model's directory, name, and notes for readers of results."""
 
     directory: Path
@@ -60,15 +60,15 @@ class ModelSource:
         return model_fingerprint(self.directory, self.weights)
 
 
-def as_source(model: Path | ModelSource | None) -> ModelSource | None:
+def as_files(model: Path | ModelFiles | None) -> ModelFiles | None:
     """Return a directory as a model of that name, and a model as it is."""
-    return ModelSource(model, str(model)) if isinstance(model, Path) else model
+    return ModelFiles(model, str(model)) if isinstance(model, Path) else model
 
 
 log = logging.getLogger(__name__)
 Tell = Callable[[str], None]
 """Called with a line before anything that takes long."""
-Supplier = Callable[[str, str | None, Tell], ModelSource | None]
+Supplier = Callable[[str, str | None, Tell], ModelFiles | None]
 """(name, revision, tell) -> a model from elsewhere than the hub; None: the supplier does not have it."""
 
 
@@ -80,7 +80,7 @@ def resolve_model(
     trust_remote_code: bool = False,
     tell: Tell = lambda _: None,
     otherwise: Supplier = lambda name, revision, tell: None,
-) -> ModelSource:
+) -> ModelFiles:
     """Find or fetch the model of `--model`: a local directory, the Hugging Face cache, or the hub. Directories are
     Hugging Face's, torch_dist, or rlctl runs. `weights=False` needs only config and tokenizer. `otherwise` is called if
     the hub is unreachable. Raises InputError for incomplete directories, and unknown, gated or unreachable names."""
@@ -89,7 +89,7 @@ def resolve_model(
         run_model = of_megatron(name, checkpoint)
     elif local.is_dir():
         check_directory(local, weights=weights)
-        run_model = ModelSource(local.resolve(), name)
+        run_model = ModelFiles(local.resolve(), name)
     else:
         require_name_or_directory(name)
         code = ("*.py",) if trust_remote_code else ()
@@ -105,14 +105,14 @@ def resolve_model(
             )
         if directory is not None:
             check_directory(directory, weights=weights)
-        run_model = supplied or ModelSource(cast(Path, directory), name)
+        run_model = supplied or ModelFiles(cast(Path, directory), name)
     for line in unread_weights(run_model.directory) if weights and run_model.megatron is None else ():
         tell(line)
     log.info("%s of %s: %s", "weights" if weights else "configuration and tokenizer", name, run_model.weights)
     return run_model
 
 
-def of_megatron(name: str, checkpoint: MegatronDirectory) -> ModelSource:
+def of_megatron(name: str, checkpoint: MegatronDirectory) -> ModelFiles:
     """A Megatron checkpoint, with the configuration and the tokenizer that lie next to it."""
     companions = checkpoint.huggingface()
     if companions is None:
@@ -123,7 +123,7 @@ def of_megatron(name: str, checkpoint: MegatronDirectory) -> ModelSource:
     if is_of_run(checkpoint) and kept.is_dir():
         advice = f"--tokenizer {kept} takes the tokenizer and chat template that the run trained with"
         note = f"{name}: tokenizer and chat template are the base model's; {advice}"
-    return ModelSource(companions.resolve(), name, note, megatron=checkpoint.shards.resolve())
+    return ModelFiles(companions.resolve(), name, note, megatron=checkpoint.shards.resolve())
 
 
 def from_cache(name: str, revision: str | None, patterns: list[str], weights: bool) -> Path | None:
