@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from one_process import PolicyGradient, facts_of, policy
 
-from rlctl.backends.batching.batch import BatchShard, WeightedRollout
+from rlctl.backends.batching.batch import BatchShard, WeightedSequence
 from rlctl.backends.batching.packing import plan_batch, row_tokens
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.models.catalog import lookup
@@ -44,18 +44,18 @@ LENGTHS = Path(__file__).parent / "data" / "rollout_lengths.csv"
 Shards = tuple[BatchShard, ...]
 
 
-def read_rows(path: Path) -> list[WeightedRollout]:
+def read_rows(path: Path) -> list[WeightedSequence]:
     """Read one rollout from each line: group, prompt_tokens, completion_tokens."""
     seen: dict[int, int] = {}
     rows = []
     for line in csv.DictReader(path.open()):
         group, prompt, new = (int(line[key]) for key in ("group", "prompt_tokens", "completion_tokens"))
         seen[group] = seen.get(group, -1) + 1
-        rows.append(WeightedRollout(group, seen[group], prompt, prompt + new, 1.0 if seen[group] % 2 else -1.0, 0.01))
+        rows.append(WeightedSequence(group, seen[group], prompt, prompt + new, 1.0 if seen[group] % 2 else -1.0, 0.01))
     return rows
 
 
-def padded(rows: Sequence[WeightedRollout], columns: dict[int, object], dp: int, limit: int) -> Shards:
+def padded(rows: Sequence[WeightedSequence], columns: dict[int, object], dp: int, limit: int) -> Shards:
     """Plan without packing: rollouts in their order, the same number in each micro-batch."""
     size = max(1, limit // max(row.tokens for row in rows))
     count = -(-len(rows) // (size * dp))
@@ -63,8 +63,8 @@ def padded(rows: Sequence[WeightedRollout], columns: dict[int, object], dp: int,
     return tuple(BatchShard(columns, (tuple(micros[r::dp]),), rectangular=True) for r in range(dp))
 
 
-def first_fit_decreasing(rows: Sequence[WeightedRollout], columns: dict[int, object], dp: int, limit: int) -> Shards:
-    bins: list[list[WeightedRollout]] = []
+def first_fit_decreasing(rows: Sequence[WeightedSequence], columns: dict[int, object], dp: int, limit: int) -> Shards:
+    bins: list[list[WeightedSequence]] = []
     rooms = np.full(len(rows), limit)
     for row in sorted(rows, key=lambda row: -row.tokens):
         place = int(np.argmax(rooms >= row.tokens))
@@ -76,7 +76,7 @@ def first_fit_decreasing(rows: Sequence[WeightedRollout], columns: dict[int, obj
 
 
 def ours(**how: bool) -> Callable[..., Shards]:
-    def plan(rows: Sequence[WeightedRollout], columns: dict[int, object], dp: int, limit: int) -> Shards:
+    def plan(rows: Sequence[WeightedSequence], columns: dict[int, object], dp: int, limit: int) -> Shards:
         return plan_batch([rows], columns, dp=dp, micro_batch_tokens=limit, **how).shards
 
     return plan
@@ -120,7 +120,7 @@ def compute(shard: BatchShard, facts: ModelFacts) -> float:
     return computed(shard)[1] * per_token + pairs * per_pair
 
 
-def random_columns(rows: Sequence[WeightedRollout], vocab: int) -> dict[int, RolloutColumns]:
+def random_columns(rows: Sequence[WeightedSequence], vocab: int) -> dict[int, RolloutColumns]:
     """Draw random tokens of the rollouts' lengths."""
     rng = np.random.default_rng(0)
     found = {}
@@ -173,7 +173,7 @@ def at_scale(count: int, dp: int, limit: int) -> dict[str, Any]:
     """Pack many rollouts of each distribution, without and with shared prompts."""
     report: dict[str, Any] = {"rollouts": count, "ranks": dp, "row": limit, "must": {"cpu_s": 0.5, "rows_ratio": 1.02}}
     for name, lengths in distributions(count, limit).items():
-        rows = [WeightedRollout(i // 16, i % 16, 49, n, 1.0, 0.01) for i, n in enumerate(lengths.tolist())]
+        rows = [WeightedSequence(i // 16, i % 16, 49, n, 1.0, 0.01) for i, n in enumerate(lengths.tolist())]
         columns: dict[int, object] = {group: f"handle {group}" for group in range(count // 16 + 1)}
         reference = -(-len(first_fit_decreasing(rows, {}, 1, limit)[0].minibatches[0]) // dp)
         for share in (False, True):

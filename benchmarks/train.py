@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from one_process import PolicyGradient, peak_bytes, policy
 
-from rlctl.backends.batching.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedSequence
 from rlctl.backends.batching.packing import BatchPlan, plan_batch
 from rlctl.backends.policy_rank import PolicyRank
 from rlctl.data.rollouts import RolloutColumns
@@ -77,7 +77,9 @@ def advantage(row: int) -> float:
 
 def plan(groups: dict[int, RolloutColumns], share: bool, limit: int) -> BatchPlan:
     rows = [
-        WeightedRollout(group, row, int(np.argmax(c.loss_mask_T)), int(np.diff(c.offsets_G)[row]), advantage(row), 0.01)
+        WeightedSequence(
+            group, row, int(np.argmax(c.loss_mask_T)), int(np.diff(c.offsets_G)[row]), advantage(row), 0.01
+        )
         for group, c in groups.items()
         for row in range(c.rollouts)
     ]

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.batching.batch import TrainBatch, WeightedRollout
+from rlctl.backends.batching.batch import TrainBatch, WeightedSequence
 from rlctl.backends.clients import PolicyClient, Teacher
 from rlctl.config.parallel import ParallelSpec
 from rlctl.settings.training import TrainingConfig
@@ -53,7 +53,7 @@ def test_a_teacher_has_the_devices_while_it_computes_and_hands_its_columns_to_th
     own, others = Ranks(2, asked, "policy"), Ranks(4, asked, "teacher")
     policy, teacher = client(own, ParallelSpec(dp=2)), client(others, ParallelSpec(tp=2, dp=2))
     policy.teacher = Teacher(teacher, offload)
-    rows = tuple(WeightedRollout(group, sample, 4, 12, 0.0, 1.0) for group in range(4) for sample in range(2))
+    rows = tuple(WeightedSequence(group, sample, 4, 12, 0.0, 1.0) for group in range(4) for sample in range(2))
     policy.load_batch(TrainBatch((rows,), {group: f"columns {group}" for group in range(4)}))
     policy.add_logprobs("teacher_logprobs")
     between = ["teacher load_batch", "teacher export_logprobs"]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlctl.backends.batching.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedSequence
 from rlctl.backends.batching.packed_rows import build_row
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
 from rlctl.checkpoints.hf.transformers_model import computed_buffers
@@ -58,7 +58,7 @@ def test_rows_do_not_write_into_columns_of_the_object_store() -> None:
         tokens, np.array([0, 4, 8], np.int32), mask, np.full(8, -0.5, np.float32), np.zeros(8, np.int32)
     )
     before = [one.copy() for one in (columns.tokens_T, columns.loss_mask_T, columns.logprobs_T)]
-    micro = tuple(WeightedRollout(7, index, 2, 4, 1.0, 0.25) for index in range(2))
+    micro = tuple(WeightedSequence(7, index, 2, 4, 1.0, 0.25) for index in range(2))
     row = build_row(micro, {7: columns}, share=True, multiple=8, device=torch.device("cpu"))
     for values in (row.tokens_T, row.targets_R, row.positions_kT, *row.columns_R.values()):
         values.add_(1) if values.dtype != torch.bool else values.logical_not_()

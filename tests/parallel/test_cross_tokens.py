@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.base import Teaching
-from rlctl.backends.batching.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedSequence
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.cross_tokens import Projection
@@ -78,9 +78,9 @@ def expected(student: torch.nn.Module, teacher: torch.nn.Module) -> float:
     return total
 
 
-def rollouts(sample: int) -> list[WeightedRollout]:
+def rollouts(sample: int) -> list[WeightedSequence]:
     return [
-        WeightedRollout(position, sample, 1, len(columns.tokens_T[columns.slice(sample)]), 0.0, WEIGHT)
+        WeightedSequence(position, sample, 1, len(columns.tokens_T[columns.slice(sample)]), 0.0, WEIGHT)
         for position, columns in texts().items()
     ]
 

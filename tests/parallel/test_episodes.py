@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.backends.batching.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedSequence
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
@@ -42,10 +42,10 @@ def of_contexts() -> dict[int, RolloutColumns]:
     return found
 
 
-def as_episodes(batch: dict[int, RolloutColumns]) -> tuple[dict[int, RolloutColumns], list[WeightedRollout]]:
+def as_episodes(batch: dict[int, RolloutColumns]) -> tuple[dict[int, RolloutColumns], list[WeightedSequence]]:
     """Return the columns of the episodes, and the sequences that are trained on."""
     rows = [
-        WeightedRollout(
+        WeightedSequence(
             group,
             row // CONTEXTS,
             prompt_tokens(columns),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.backends.batching.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedSequence
 from rlctl.checkpoints.conversion.prepared_model import body_of
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.config.parallel import ParallelSpec
@@ -65,7 +65,7 @@ def test_scores_are_those_of_transformers(
 
     batch = {place: text_columns(group) for place, group in enumerate(groups)}
     rows = [
-        WeightedRollout(place, sample, common_prefix(group), len(text) + 1, 0.0, 1.0)
+        WeightedSequence(place, sample, common_prefix(group), len(text) + 1, 0.0, 1.0)
         for place, group in enumerate(groups)
         for sample, text in enumerate(group)
     ]

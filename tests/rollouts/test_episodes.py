@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from rlctl.backends.base import EngineSpec, EpisodeWorker
-from rlctl.backends.batching.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedSequence
 from rlctl.backends.batching.packed_rows import build_row
 from rlctl.backends.messages import GroupRequest, SampleResult, Sampling, attached
 from rlctl.cluster.ray_session import fetch, put
@@ -155,7 +155,7 @@ def test_a_prompt_s_image_is_with_each_turn_and_with_its_rollout(host: Any, tmp_
     groups, _ = groups_with_scores([held], {0: ROW}, {0: asked.seeds}, [None], "stop")
     save_groups(tmp_path / "groups.npz", groups)
     (loaded,) = load_groups(tmp_path / "groups.npz", lambda position: ROW)
-    micro = tuple(WeightedRollout(0, one.sample, one.prompt_tokens, one.tokens, 0.0, 1.0) for one in loaded.rollouts)
+    micro = tuple(WeightedSequence(0, one.sample, one.prompt_tokens, one.tokens, 0.0, 1.0) for one in loaded.rollouts)
     row = build_row(micro, {0: fetch(loaded.columns)}, share=True, multiple=1, device=torch.device("cpu"))
     (found,) = row.media  # the prompt stands there once
     assert (found.start, found.tokens) == (at, IMAGE_TOKENS + 3)
@@ -184,7 +184,7 @@ def test_a_group_shares_the_images_that_are_the_same(other: str) -> None:
         episodes.append(episode)
     result = result_of(request, episodes, 0)
     assert result.prompt_tokens == (6 if other == "equal" else 1)
-    micro = tuple(WeightedRollout(0, one, result.prompt_tokens, result.tokens[one], 0.0, 1.0) for one in range(2))
+    micro = tuple(WeightedSequence(0, one, result.prompt_tokens, result.tokens[one], 0.0, 1.0) for one in range(2))
     row = build_row(micro, {0: result.columns}, share=True, multiple=1, device=torch.device("cpu"))
     assert [part.data.tolist() for part in row.media] == [red.tolist(), *([second.tolist()] * (other != "equal"))]
     assert [row.tokens_T[part.start : part.start + part.tokens].unique().tolist() for part in row.media] == [

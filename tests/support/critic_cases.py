@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.base import CriticSpec
-from rlctl.backends.batching.batch import MinibatchResult, WeightedRollout
+from rlctl.backends.batching.batch import MinibatchResult, WeightedSequence
 from rlctl.backends.clients import only_result
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.dtensor.worker import HEAD as MODULE_HEAD
@@ -77,7 +77,7 @@ def head_of(kind: str) -> Tensor:
     return 0.1 * torch.randn(1, facts(kind).hidden, generator=generator)
 
 
-def rewarded(batch: Batch) -> list[WeightedRollout]:
+def rewarded(batch: Batch) -> list[WeightedSequence]:
     """The rollouts with their rewards where advantages are, one of them left out."""
     rows = rows_of(batch)
     return [row._replace(token_weight=0.0) if (row.position, row.sample) == LEFT_OUT else row for row in rows]
@@ -278,7 +278,7 @@ class _Values:
     def __init__(self, model: Any, head: Tensor) -> None:
         self._model, self._head = model, head
 
-    def __call__(self, batch: Batch, row: WeightedRollout) -> Tensor:
+    def __call__(self, batch: Batch, row: WeightedSequence) -> Tensor:
         columns = batch[row.position]
         span = columns.slice(row.sample)
         tokens = torch.from_numpy(columns.tokens_T[span].astype("int64"))
@@ -299,7 +299,7 @@ def named_for(kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _targets(
-    old: dict[tuple[int, int], Tensor], rows: list[WeightedRollout]
+    old: dict[tuple[int, int], Tensor], rows: list[WeightedSequence]
 ) -> dict[str, dict[tuple[int, int], Tensor]]:
     """Values, returns and whitened advantages of each rollout."""
     advantages: dict[tuple[int, int], list[float]] = {}

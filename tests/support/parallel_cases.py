@@ -24,7 +24,7 @@ from rlctl.backends.batching.batch import (
     MicroBatchLoss,
     MinibatchResult,
     TokenBatch,
-    WeightedRollout,
+    WeightedSequence,
 )
 from rlctl.backends.batching.packing import BatchPlan, plan_batch
 from rlctl.backends.dtensor.tensor_parallel import local_part
@@ -145,9 +145,9 @@ def spec_of(case: Case) -> PolicySpec:
     )
 
 
-def rows_of(batch: Batch) -> list[WeightedRollout]:
+def rows_of(batch: Batch) -> list[WeightedSequence]:
     return [
-        WeightedRollout(
+        WeightedSequence(
             group, row, prompt_tokens(c), c.slice(row).stop - c.slice(row).start, advantage(group, row), WEIGHT
         )
         for group, c in batch.items()
@@ -155,7 +155,7 @@ def rows_of(batch: Batch) -> list[WeightedRollout]:
     ]
 
 
-def plan_of(case: Case, batch: Batch, rows: list[WeightedRollout] | None = None) -> BatchPlan:
+def plan_of(case: Case, batch: Batch, rows: list[WeightedSequence] | None = None) -> BatchPlan:
     """The plan of `rows`, or of all rollouts of the batch."""
     return plan_batch(
         [rows_of(batch) if rows is None else rows],
@@ -187,7 +187,7 @@ def make_worker(
     return worker
 
 
-def load_batch(worker: Any, rank: int, case: Case, batch: Batch, rows: list[WeightedRollout] | None = None) -> Any:
+def load_batch(worker: Any, rank: int, case: Case, batch: Batch, rows: list[WeightedSequence] | None = None) -> Any:
     """Load this rank's part of the batch (or of `rows` of it), and return that part."""
     shard = plan_of(case, batch, rows).shards[case.parallel.data_rank(rank)]
     worker.load_batch(shard, list)
@@ -248,7 +248,7 @@ def run_case(
     batch: Batch,
     loss: MicroBatchLoss | None = None,
     own_facts: ModelFacts | None = None,
-    rows: list[WeightedRollout] | None = None,
+    rows: list[WeightedSequence] | None = None,
 ) -> Piece:
     loss = loss or Loss()
     worker = make_worker(rank, case, model, own_facts=own_facts)

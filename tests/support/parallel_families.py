@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.batching.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedSequence
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
@@ -104,7 +104,7 @@ def _plain(chunk: Any) -> None:
     chunk.finish_grad_sync = MethodType(sum_gradients, chunk)
 
 
-def _places(micro: list[WeightedRollout], row: Any, parallel: ParallelSpec) -> list[tuple[int, tuple[int, int], int]]:
+def _places(micro: list[WeightedSequence], row: Any, parallel: ParallelSpec) -> list[tuple[int, tuple[int, int], int]]:
     """(index among this rank's tokens, (group, row), position) of every token of a completion."""
     from megatron.core import parallel_state as ps
 

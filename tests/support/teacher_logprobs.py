@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.backends.base import Teaching
-from rlctl.backends.batching.batch import GroupLogprobs, MicroBatchLoss, WeightedRollout
+from rlctl.backends.batching.batch import GroupLogprobs, MicroBatchLoss, WeightedSequence
 from rlctl.data.cross_tokens import Projection
 from rlctl.models.facts import ModelFacts
 from support.parallel_cases import Batch, Case, Model, Piece, gather_gradients, load_batch, make_worker, pieces
 from support.reference_policy import Optim
 
 TeacherLogprobs = dict[int, list[GroupLogprobs]]
-Rows = list[WeightedRollout] | None
+Rows = list[WeightedSequence] | None
 """The rollouts of the batch that are read; None: all."""
 
 
@@ -33,7 +33,7 @@ def run_teacher(
 
 
 def run_scorer(
-    rank: int, case: Case, directory: Path, facts: ModelFacts, batch: Batch, rows: list[WeightedRollout]
+    rank: int, case: Case, directory: Path, facts: ModelFacts, batch: Batch, rows: list[WeightedSequence]
 ) -> dict[int, GroupLogprobs]:
     """The scores that this rank gives, by group; the reward model has been in host memory before."""
     worker = make_worker(rank, case, directory, own_facts=facts, valued=True, teaches=Teaching(facts.vocab))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.backends.batching.batch import MinibatchResult, WeightedRollout
+from rlctl.backends.batching.batch import MinibatchResult, WeightedSequence
 from rlctl.backends.batching.packing import plan_batch
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.data.images import MODEL_INPUTS, ImageProcessor
@@ -172,7 +172,7 @@ def rollout_difference(rank: int, case: Case, directory: Path, never: tuple[int,
     worker = make_worker(rank, case, directory, own_facts=facts_in(directory), never=never)
     columns = {result.group: result.columns for result in results}
     rollouts = tuple(
-        WeightedRollout(result.group, row, result.prompt_tokens, tokens, 0.0, 1.0)
+        WeightedSequence(result.group, row, result.prompt_tokens, tokens, 0.0, 1.0)
         for result in results
         for row, tokens in enumerate(result.tokens)
     )

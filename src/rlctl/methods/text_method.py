@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rlctl.backends.batching.batch import TrainBatch, WeightedRollout
+from rlctl.backends.batching.batch import TrainBatch, WeightedSequence
 from rlctl.settings.training import LogprobColumn
 from rlctl.telemetry.metrics import LOSS, Metric
 from rlctl.training.capabilities import PrecomputesReference, ScalarHead
@@ -107,16 +107,16 @@ class TextMethod(Method):
         )
         return replace(batch, for_teacher=for_teacher)
 
-    def _minibatch(self, groups: Sequence[TextGroup]) -> tuple[WeightedRollout, ...]:
+    def _minibatch(self, groups: Sequence[TextGroup]) -> tuple[WeightedSequence, ...]:
         texts = [(group.position, sample, text) for group in groups for sample, text in enumerate(group.texts)]
         weights_N = self.token_weights(np.array([text.response_tokens for *_, text in texts]))
         return tuple(
-            WeightedRollout(position, sample, text.prompt_tokens, text.tokens, advantage=0.0, token_weight=weight)
+            WeightedSequence(position, sample, text.prompt_tokens, text.tokens, advantage=0.0, token_weight=weight)
             for (position, sample, text), weight in zip(texts, weights_N.tolist(), strict=True)
         )
 
 
-def _for_teacher(group: TextGroup, text: WeightedRollout) -> WeightedRollout:
+def _for_teacher(group: TextGroup, text: WeightedSequence) -> WeightedSequence:
     """Return a text in the teacher's tokenization, which follows the row's texts in their columns."""
     lengths = group.for_teacher
     assert lengths is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlctl.backends.batching.batch import LogprobStats, TrainBatch, WeightedRollout
+from rlctl.backends.batching.batch import LogprobStats, TrainBatch, WeightedSequence
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.messages import GroupRequest, SampledGroup, Sampling
 from rlctl.data.chat import EncodedPrompt
@@ -29,7 +29,7 @@ def policy_difference(policy: PolicyClient, results: list[SampledGroup]) -> Logp
     """Compare the engine's log-probs of its tokens with the policy's forward pass. Replaces the policy's loaded
     batch."""
     rows = [
-        WeightedRollout(r.group, row, r.prompt_tokens, tokens, 0.0, 1.0, begin)
+        WeightedSequence(r.group, row, r.prompt_tokens, tokens, 0.0, 1.0, begin)
         for r in results
         for row, whole in enumerate(r.tokens)
         for begin, tokens in contexts_of(whole, r.episodes[row] if r.episodes else None)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.backends.batching.batch import TrainBatch, WeightedRollout
+from rlctl.backends.batching.batch import TrainBatch, WeightedSequence
 from rlctl.backends.clients import Teacher
 from rlctl.backends.messages import GroupRequest, SampledGroup, Sampling
 from rlctl.cluster.ray_session import fetch, put
@@ -67,7 +67,7 @@ class Scorers:
         call, (columns,) = workers.submit_by_handle(RewardWorker.write, [(requests,)], [len(requests)])
         (written,) = call.results()
         texts = tuple(
-            WeightedRollout(group, sample, written_group.prompt_tokens, tokens, advantage=0.0, token_weight=1.0)
+            WeightedSequence(group, sample, written_group.prompt_tokens, tokens, advantage=0.0, token_weight=1.0)
             for group, written_group in enumerate(written)
             for sample, tokens in enumerate(written_group.tokens)
             if isinstance(tokens, int)

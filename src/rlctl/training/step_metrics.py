@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.backends.batching.batch import MinibatchResult, TrainBatch, WeightedRollout
+from rlctl.backends.batching.batch import MinibatchResult, TrainBatch, WeightedSequence
 from rlctl.backends.batching.packing import PackingStats
 from rlctl.rollouts.ledger import ranges
 from rlctl.rollouts.source import Batch, Group, Lengths
@@ -63,7 +63,7 @@ def length_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
-def column(sequences: Sequence[Lengths | WeightedRollout], name: str) -> np.ndarray:
+def column(sequences: Sequence[Lengths | WeightedSequence], name: str) -> np.ndarray:
     """Return the integers that sequences have as `name`; int64 [N]."""
     return np.fromiter(map(attrgetter(name), sequences), np.int64, len(sequences))
 

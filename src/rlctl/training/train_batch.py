@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from rlctl.backends.batching.batch import TrainBatch, WeightedRollout
+from rlctl.backends.batching.batch import TrainBatch, WeightedSequence
 from rlctl.backends.clients import PolicyClient
 from rlctl.training.capabilities import PassBeforeStep
 from rlctl.training.method import Method
@@ -58,12 +58,12 @@ def run_pass_before(policy: PolicyClient, method: Method, batch: TrainBatch) -> 
 
 
 def without_idle(
-    minibatches: Sequence[tuple[WeightedRollout, ...]], columns: dict[int, object], *, needs_advantage: bool
+    minibatches: Sequence[tuple[WeightedSequence, ...]], columns: dict[int, object], *, needs_advantage: bool
 ) -> TrainBatch:
     """Return mini-batches without sequences that have no gradient: of weight 0 or, with `needs_advantage`, of advantage
     0."""
-    trained: list[tuple[WeightedRollout, ...]] = []
-    skipped: list[WeightedRollout] = []
+    trained: list[tuple[WeightedSequence, ...]] = []
+    skipped: list[WeightedSequence] = []
     for minibatch in minibatches:
         idle_N = [rollout.token_weight == 0 or (needs_advantage and rollout.advantage == 0) for rollout in minibatch]
         if True not in idle_N:

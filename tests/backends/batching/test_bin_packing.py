@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.backends.batching.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedSequence
 from rlctl.backends.batching.bin_packing import first_fit_decreasing, pack, spread
 from rlctl.backends.batching.packing import plan_batch
 
@@ -90,7 +90,7 @@ def test_rows_and_balance_on_many_distributions(name: str, share: bool) -> None:
     ranks, rng = 8, np.random.default_rng(0)
     for count in (128, 1024):
         lengths = DISTRIBUTIONS[name](rng, count).tolist()
-        rollouts = [WeightedRollout(i // 16, i % 16, 49, n, 1.0, 0.1) for i, n in enumerate(lengths)]
+        rollouts = [WeightedSequence(i // 16, i % 16, 49, n, 1.0, 0.1) for i, n in enumerate(lengths)]
         columns: dict[int, object] = {group: f"handle {group}" for group in range(count // 16)}
         plan = plan_batch([rollouts], columns, dp=ranks, micro_batch_tokens=LIMIT, share_prompts=share)
         stats = plan.stats

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.backends.batching.batch import WeightedRollout
+from rlctl.backends.batching.batch import WeightedSequence
 from rlctl.backends.batching.packing import plan_batch, row_tokens
 from rlctl.errors import ConfigError
 from rlctl.settings.training import TrainingConfig
@@ -15,8 +15,8 @@ from rlctl.settings.training import TrainingConfig
 LIMIT = 100
 
 
-def group_rows(group: int, prompt: int, completions: list[int]) -> list[WeightedRollout]:
-    return [WeightedRollout(group, row, prompt, prompt + n, 0.5, 0.1) for row, n in enumerate(completions)]
+def group_rows(group: int, prompt: int, completions: list[int]) -> list[WeightedSequence]:
+    return [WeightedSequence(group, row, prompt, prompt + n, 0.5, 0.1) for row, n in enumerate(completions)]
 
 
 groups = st.lists(

@@ -42,27 +42,27 @@ class RolloutLogprobs:
 
 
 GroupLogprobs = dict[tuple[int, int], RolloutLogprobs]
-"""Log-probs of a group's rollouts, or of some, by `WeightedRollout.key`."""
+"""Log-probs of a group's rollouts, or of some, by `WeightedSequence.key`."""
 
 
-class WeightedRollout(NamedTuple):
-    """One rollout of an optimizer mini-batch: the location of its tokens, its advantage and token weight. A named tuple
-    takes a fifth of the time of a frozen dataclass to create, and a step may have 160,000."""
+class WeightedSequence(NamedTuple):
+    """A rollout or a text of an optimizer mini-batch: the location of its tokens, its advantage and token weight. A
+    named tuple takes a fifth of the time of a frozen dataclass to create, and a step may have 160,000."""
 
     position: int
     """Position of its prompt: the key of its group's columns in `BatchShard.columns`."""
     sample: int
-    """Number of the rollout in its group, and in the group's columns."""
+    """Its number in its group, and in the group's columns."""
     prompt_tokens: int
-    """Tokens before the first response token; equal for all rollouts of a group."""
+    """Tokens before the first response token; equal for all sequences of a group."""
     tokens: int
     """All its tokens. Tokens after the prompt may be no response tokens: the columns' loss mask decides."""
     advantage: float
     token_weight: float
     """Loss weight of each response token, normalized over the whole mini-batch: gradients are summed over micro-batches
-    and ranks, never averaged. 0 excludes the rollout from loss and metrics."""
+    and ranks, never averaged. 0 excludes the sequence from loss and metrics."""
     begin: int = 0
-    """Its first token in its sample: an episode of several contexts has a rollout for each."""
+    """Its first token in its sample: an episode of several contexts has a sequence for each."""
     nll_weight: float = 0.0
     """Weight of the negative log-likelihood of each of its response tokens, which is added to the loss."""
 
@@ -84,22 +84,22 @@ class WeightedRollout(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """The rollouts of a step as optimizer mini-batches, and where the columns of each group are."""
+    """The sequences of a step as optimizer mini-batches, and where the columns of each group are."""
 
-    minibatches: tuple[tuple[WeightedRollout, ...], ...]
+    minibatches: tuple[tuple[WeightedSequence, ...], ...]
     """A mini-batch may be empty: its optimizer step then has a gradient of 0."""
     columns: dict[int, object]
-    skipped: tuple[WeightedRollout, ...] = ()
-    """Rollouts without a gradient, which are in no mini-batch but were counted in the weights of the others."""
-    for_teacher: tuple[tuple[WeightedRollout, ...], ...] = ()
+    skipped: tuple[WeightedSequence, ...] = ()
+    """Sequences without a gradient, which are in no mini-batch but were counted in the weights of the others."""
+    for_teacher: tuple[tuple[WeightedSequence, ...], ...] = ()
     """The texts in a teacher's own tokenization; empty: `minibatches`."""
     estimate: AdvantageEstimate | None = None
     """Computes the advantages of tokens on the ranks before training; None: a rollout's tokens all have its
     advantage."""
 
 
-MicroBatch = tuple[WeightedRollout, ...]
-"""Rollouts packed into one row of tokens. Empty for a rank that only takes part in the collectives."""
+MicroBatch = tuple[WeightedSequence, ...]
+"""Sequences packed into one row of tokens. Empty for a rank that only takes part in the collectives."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class TokenBatch:
     entropy_R: torch.Tensor  # float32 with gradient, of the whole distribution, in nats
     rollout_logprobs_R: torch.Tensor  # float32, the engine's
     advantages_R: torch.Tensor  # float32
-    token_weights_R: torch.Tensor  # float32, see WeightedRollout.token_weight
+    token_weights_R: torch.Tensor  # float32, see WeightedSequence.token_weight
     counted_R: torch.Tensor  # bool: False where the token's rollout is left out (weight 0)
     rollout_R: torch.Tensor  # int64: index of the token's rollout in this micro-batch, rising from 0
     old_logprobs_R: torch.Tensor | None = None  # float32; None: not recomputed, use logprobs_R.detach()
@@ -136,7 +136,7 @@ class TokenBatch:
     top_logprobs_RK: torch.Tensor | None = None  # float32 with gradient, the policy's log-probs of these
     """With a teacher of another tokenizer: the policy's probabilities in the teacher's vocabulary; `teacher_top_RK` has
     chunk means."""
-    nll_weights_R: torch.Tensor | None = None  # float32, see WeightedRollout.nll_weight; None: all are 0
+    nll_weights_R: torch.Tensor | None = None  # float32, see WeightedSequence.nll_weight; None: all are 0
     extra_R: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """float32: custom rollout columns (`RolloutColumns.extra_T`) by name; 0 for rollouts without the column."""
     full_logprobs_R: torch.Tensor | None = None

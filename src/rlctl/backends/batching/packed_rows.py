@@ -24,7 +24,7 @@ from rlctl.backends.batching.batch import (
     RolloutLogprobs,
     TokenBatch,
     ValueBatch,
-    WeightedRollout,
+    WeightedSequence,
 )
 from rlctl.data.cross_tokens import Projection
 from rlctl.data.rollouts import CHUNK, LOSS_WEIGHTS, ROUTED_EXPERTS, TEACHER_SAMPLE, MediaPart, RolloutColumns
@@ -368,9 +368,9 @@ def _joined(row: PackedRow, parts: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts)).to(row.tokens_T.device)
 
 
-def units_of(micro_batch: MicroBatch, share: bool) -> list[tuple[int, list[WeightedRollout]]]:
+def units_of(micro_batch: MicroBatch, share: bool) -> list[tuple[int, list[WeightedSequence]]]:
     """(index of the first rollout, rollouts) of each unit."""
-    units: list[tuple[int, list[WeightedRollout]]] = []
+    units: list[tuple[int, list[WeightedSequence]]] = []
     for index, rollout in enumerate(micro_batch):
         if share and units and units[-1][1][0].position == rollout.position:
             units[-1][1].append(rollout)
@@ -404,7 +404,7 @@ def row_routing(
 
 
 def _unit_parts(
-    rollouts: Sequence[WeightedRollout], columns: RolloutColumns, share: bool
+    rollouts: Sequence[WeightedSequence], columns: RolloutColumns, share: bool
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Prompt tokens, and (tokens, loss mask, engine log-probs) of each completion."""
     prompt: np.ndarray | None = None

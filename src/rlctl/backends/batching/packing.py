@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from rlctl.backends.batching.batch import BatchShard, MicroBatch, WeightedRollout
+from rlctl.backends.batching.batch import BatchShard, MicroBatch, WeightedSequence
 from rlctl.backends.batching.bin_packing import fewest_bins, least_bins, pack, spread
 from rlctl.errors import ConfigError
 
@@ -18,7 +18,7 @@ MORE_ROWS = 1.02
 """Share of additional rows allowed before groups are divided, which duplicates their prompt."""
 
 KEY = attrgetter("sample", "begin")
-"""`WeightedRollout.key`, read without a call into Python: a batch may have 160,000 rollouts."""
+"""`WeightedSequence.key`, read without a call into Python: a batch may have 160,000 rollouts."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class BatchPlan:
 class PackingUnit:
     """Rollouts that share a row: one, or several with one prompt copy."""
 
-    rollouts: tuple[WeightedRollout, ...]
+    rollouts: tuple[WeightedSequence, ...]
     tokens: int
     cost: float
 
 
 def plan_batch(
-    minibatches: Sequence[Sequence[WeightedRollout]],
+    minibatches: Sequence[Sequence[WeightedSequence]],
     columns: dict[int, object],
     *,
     dp: int,
@@ -102,7 +102,7 @@ def plan_batch(
     return BatchPlan(tuple(shards), _stats(ranks, unshared, multiple, dynamic))
 
 
-def row_tokens(micro_batch: Iterable[WeightedRollout], share_prompts: bool) -> int:
+def row_tokens(micro_batch: Iterable[WeightedSequence], share_prompts: bool) -> int:
     rollouts = list(micro_batch)
     total = sum(rollout.tokens for rollout in rollouts)
     if not share_prompts:
@@ -111,7 +111,7 @@ def row_tokens(micro_batch: Iterable[WeightedRollout], share_prompts: bool) -> i
     return total - sum(rollout.prompt_tokens for rollout in rollouts) + sum(prompts.values())
 
 
-def _require_fit(rollouts: Sequence[WeightedRollout], limit: int) -> None:
+def _require_fit(rollouts: Sequence[WeightedSequence], limit: int) -> None:
     longest = max((rollout.tokens for rollout in rollouts), default=0)
     if longest > limit:
         raise ConfigError(
@@ -121,12 +121,12 @@ def _require_fit(rollouts: Sequence[WeightedRollout], limit: int) -> None:
 
 
 def _units(
-    rollouts: Sequence[WeightedRollout], limit: int, step: int, share: bool, whole_groups: bool
+    rollouts: Sequence[WeightedSequence], limit: int, step: int, share: bool, whole_groups: bool
 ) -> list[PackingUnit]:
     """Whole groups, or parts of groups if whole ones need over 2 % more rows than single rollouts."""
     if not share and not whole_groups:
         return [_unit((rollout,)) for rollout in rollouts]
-    groups: dict[int, list[WeightedRollout]] = defaultdict(list)
+    groups: dict[int, list[WeightedSequence]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.position].append(rollout)
     if whole_groups:
@@ -146,7 +146,7 @@ def _units(
     return units
 
 
-def _whole_group(group: list[WeightedRollout], limit: int, share: bool) -> PackingUnit:
+def _whole_group(group: list[WeightedSequence], limit: int, share: bool) -> PackingUnit:
     unit = _unit(tuple(sorted(group, key=KEY)), share)
     if unit.tokens > limit:
         raise ConfigError(
@@ -157,12 +157,12 @@ def _whole_group(group: list[WeightedRollout], limit: int, share: bool) -> Packi
     return unit
 
 
-def _split_group(group: Sequence[WeightedRollout], limit: int) -> list[tuple[WeightedRollout, ...]]:
+def _split_group(group: Sequence[WeightedSequence], limit: int) -> list[tuple[WeightedSequence, ...]]:
     """Parts of a group of at most `limit` tokens, as few as first-fit-decreasing finds; longer rollouts are parts."""
     prompt = group[0].prompt_tokens
     if sum([rollout.tokens for rollout in group]) - prompt * (len(group) - 1) <= limit:
         return [tuple(group)]
-    parts: list[list[WeightedRollout]] = []
+    parts: list[list[WeightedSequence]] = []
     rooms: list[int] = []
     for rollout in sorted(group, key=attrgetter("tokens"), reverse=True):
         completion = rollout.tokens - prompt
@@ -177,7 +177,7 @@ def _split_group(group: Sequence[WeightedRollout], limit: int) -> list[tuple[Wei
     return [tuple(sorted(part, key=KEY)) for part in parts]
 
 
-def _unit(rollouts: tuple[WeightedRollout, ...], share: bool = True) -> PackingUnit:
+def _unit(rollouts: tuple[WeightedSequence, ...], share: bool = True) -> PackingUnit:
     prompt = rollouts[0].prompt_tokens if share else 0
     lengths = [rollout.tokens for rollout in rollouts]
     tokens = sum(lengths) - prompt * (len(lengths) - 1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from rlctl.backends.batching.batch import AdvantageEstimate, TokenBatch, TrainBatch, WeightedRollout
+from rlctl.backends.batching.batch import AdvantageEstimate, TokenBatch, TrainBatch, WeightedSequence
 from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import FAULTS, Rollout, RolloutGroup
 from rlctl.methods.rl.advantages import nearly_equal, overlong_penalty, whitened, whitened_rollouts
@@ -261,7 +261,7 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
 
 def _minibatch(
     rollouts: Sequence[Rollout], advantages_N: np.ndarray, imitated_N: np.ndarray, algorithm: Algorithm
-) -> tuple[WeightedRollout, ...]:
+) -> tuple[WeightedSequence, ...]:
     """Return the rollouts of an optimizer step; those in `imitated_N` also have a weight for their likelihood."""
     tokens_N = np.array([algorithm.learned_tokens(rollout) for rollout in rollouts])
     weights_N = algorithm.token_weights(tokens_N)
@@ -269,7 +269,7 @@ def _minibatch(
     nll_weights_N = np.where(imitated_N & (weights_N != 0), nll_weight, 0.0)
     scalars_N = (advantages_N.tolist(), weights_N.tolist(), nll_weights_N.tolist())
     return tuple([
-        WeightedRollout(r.position, r.sample, r.prompt_tokens, tokens, advantage, weight, begin, nll_weight)
+        WeightedSequence(r.position, r.sample, r.prompt_tokens, tokens, advantage, weight, begin, nll_weight)
         for r, advantage, weight, nll_weight in zip(rollouts, *scalars_N, strict=True)
         for begin, tokens in (((0, r.tokens),) if r.episode is None else r.contexts())
     ])  # fmt: skip

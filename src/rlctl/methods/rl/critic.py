@@ -11,7 +11,7 @@ them and are none. With `advantage.whiten` the advantages of all tokens of the b
 and standard deviation 1. Each token has the weight in this loss that it has in the policy's.
 
 The critic is on the policy's ranks and under its layout, so that values, returns and advantages stay on the ranks. The
-driver has rewards, for which `WeightedRollout.advantage` is the place, and sums. `Critic` is the loop's part.
+driver has rewards, for which `WeightedSequence.advantage` is the place, and sums. `Critic` is the loop's part.
 """
 
 from __future__ import annotations
