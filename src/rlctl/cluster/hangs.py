@@ -1,5 +1,5 @@
-"""What processes do that do not answer: their Python stacks go to their logs, and torch's record of collectives to a
-file beside each log. Both are asked for on the process's own node."""
+"""Diagnosis of hung processes: their Python stacks go to their logs, and torch's record of collectives to a file beside
+each log. Both are requested on the process's node."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from typing import Any
 
 ANSWER_S = 5.0
 NODE_S = 30.0
-"""How long the look at the processes of another node may take."""
+"""Time limit of the look at the processes of another node."""
 WRITE_S = 0.5
-"""Stacks are written within this time after the signal."""
+"""Wait after the signal, within which a process writes its stacks."""
 RECORD = {"TORCH_FR_BUFFER_SIZE": "2000"}
-"""torch reads it at the first group of processes, and keeps the newest collectives of each process since then."""
+"""Size of torch's flight recorder. torch reads it when it makes the first process group, and then keeps this many of
+the newest collectives of each process."""
 NCCL_RECORD = {**RECORD, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 TRACE_FILE = "TORCH_FR_DUMP_TEMP_FILE"
-"""Where torch's own watchdog writes the record when NCCL's limit ends a collective; the rank is appended."""
+"""Path prefix to which torch's watchdog writes the record after a timeout of NCCL; torch appends the rank."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +43,25 @@ class Process:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective that a process has begun and that has not ended."""
+    """A collective that a process has begun and not finished."""
 
     group: str
-    """torch's name of the group of processes, the same in all of them."""
+    """torch's name of the process group, the same in all ranks."""
     number: int
     what: str
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a process was doing."""
+    """The activity of a process: its innermost call and its collectives."""
 
     where: str = ""
-    """The innermost line of its call, as `function` (file:line)."""
+    """The innermost frame of the worker's call, as `function` (file:line)."""
     open: tuple[Collective, ...] = ()
     last: Mapping[str, int] = field(default_factory=dict)
-    """The number of the last collective that it has begun in each group."""
+    """Number of the last collective that the process has begun, by group."""
     in_torch: bool = False
-    """A function of torch.distributed is the innermost of some thread."""
+    """The innermost frame of some thread is in torch.distributed."""
 
     @property
     def waits(self) -> bool:
@@ -68,7 +69,8 @@ class Look:
 
 
 def answer_questions(log: Path) -> None:
-    """Let this process write its stacks to standard error, its log, after SIGUSR2, and its record when asked."""
+    """Make this process write its stacks to standard error (its log) after SIGUSR2, and answer requests for its record
+    of collectives."""
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     listening = socket.socket(socket.AF_UNIX)
     with contextlib.suppress(OSError):
@@ -82,13 +84,14 @@ def record_path(log: Path) -> Path:
 
 
 def _address(pid: int) -> str:
-    # A name without a file, seen within the host's network, which containers with other process numbers may share.
+    # An abstract socket, which has no file, belongs to the network namespace. Containers may share the namespace and
+    # have the same process numbers, so the name contains the PID namespace.
     return f"\0rlctl-hangs-{os.stat('/proc/self/ns/pid').st_ino}-{pid}"
 
 
 def _answer(listening: socket.socket, path: Path) -> None:
     while True:
-        with contextlib.suppress(Exception):  # the process has other work
+        with contextlib.suppress(Exception):  # a failed diagnosis must not disturb the process
             connection, _ = listening.accept()
             with connection:
                 _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -97,13 +100,13 @@ def _answer(listening: socket.socket, path: Path) -> None:
 
 
 def _write_record(path: Path) -> list[dict[str, Any]]:
-    """Write what torch has recorded of the collectives of this process; return its entries without stacks."""
+    """Write torch's record of this process's collectives, and return its entries without stacks."""
     if "torch.distributed" not in sys.modules:
         return []
     from torch._C import _distributed_c10d as c10d
 
     entries = []
-    # NCCL has a record of its own, which a build without CUDA lacks; the other one has gloo's collectives.
+    # The first record is NCCL's, which builds without CUDA lack; the second is gloo's.
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         if hasattr(c10d, name):
             entries += json.loads(getattr(c10d, name)(True, False)).get("entries", [])
@@ -113,10 +116,10 @@ def _write_record(path: Path) -> list[dict[str, Any]]:
 
 
 def look_here(processes: Sequence[Process]) -> list[Look]:
-    """Have processes of this node write down what they do; return it."""
+    """Request stacks and records from processes of this node, and return their activities."""
     ended = [_size(process.log) for process in processes]
     for process in processes:
-        if _catches(process.pid):  # SIGUSR2 ends one that does not
+        if _catches(process.pid):  # SIGUSR2 would end a process without a handler
             with contextlib.suppress(OSError):
                 os.kill(process.pid, signal.SIGUSR2)
     with ThreadPoolExecutor(max(1, len(processes))) as pool:
@@ -149,7 +152,8 @@ def _catches(pid: int) -> bool:
 
 
 def _asked(process: Process) -> list[dict[str, Any]]:
-    """Return the record of a process; nothing where its interpreter is held up too."""
+    """Return the record of a process; empty if its interpreter cannot answer, for example while C code holds the
+    GIL."""
     with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_S)
         connection.connect(_address(process.pid))
@@ -163,11 +167,11 @@ def _asked(process: Process) -> list[dict[str, Any]]:
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
 TORCH = "/torch/distributed/"
 CALL = ("/rlctl/cluster/worker_host.py", "call")
-"""The frame of a worker's call, in the thread that does what was asked."""
+"""File and function of the frame below a worker's call, which identify the thread that runs the call."""
 
 
 def look_of(stacks: str, record: Sequence[Mapping[str, Any]]) -> Look:
-    """Return what the stacks of faulthandler and the entries of torch's flight recorder (JSON) say."""
+    """Parse the stacks of faulthandler and the entries of torch's flight recorder (JSON)."""
     threads = [list(FRAME.finditer(part)) for part in re.split(r"^(?:Current t|T)hread 0x.*$", stacks, flags=re.M)]
     where = ""
     for frames in threads:
@@ -176,7 +180,7 @@ def look_of(stacks: str, record: Sequence[Mapping[str, Any]]) -> Look:
     last: dict[str, int] = {}
     begun = []
     for entry in record:
-        if entry.get("is_p2p"):  # numbered per pair
+        if entry.get("is_p2p"):  # sends and receives have separate numbers per pair of ranks
             continue
         group, number = ":".join(entry["process_group"]), int(entry["collective_seq_id"])
         last[group] = max(last.get(group, 0), number)
@@ -187,7 +191,7 @@ def look_of(stacks: str, record: Sequence[Mapping[str, Any]]) -> Look:
 
 
 def look_at(processes: Mapping[int, tuple[str, Process]], here: str | None) -> dict[int, Look]:
-    """Look at the processes of ranks, given as (Ray's identifier of the node, process). `here`: this node's."""
+    """Return the activities of ranks. `processes`: (Ray's node ID, process) by rank; `here`: this node's ID."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -195,25 +199,25 @@ def look_at(processes: Mapping[int, tuple[str, Process]], here: str | None) -> d
     for rank, (node, process) in processes.items():
         by_node.setdefault(node, {})[rank] = process
     pending = {}
-    for node, those in by_node.items():
+    for node, members in by_node.items():
         if node != here:
             place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             task = ray.remote(num_cpus=0, max_retries=0)(look_here).options(scheduling_strategy=place)
-            pending[node] = task.remote(list(those.values()))
+            pending[node] = task.remote(list(members.values()))
     looks = dict(zip(by_node[here], look_here(list(by_node[here].values())), strict=True)) if here in by_node else {}
     for node, ref in pending.items():
-        with contextlib.suppress(Exception):  # a node that does not answer tells nothing; the wait has its own error
+        with contextlib.suppress(Exception):  # skip a node without an answer; the caller raises an error anyway
             looks |= zip(by_node[node], ray.get(ref, timeout=NODE_S), strict=True)
     return looks
 
 
 def behind(looks: Mapping[int, Look]) -> set[int]:
-    """Return the ranks that the others wait for."""
+    """Return the ranks that the other ranks wait for."""
     latest: dict[str, int] = {}
     for look in looks.values():
         for operation in look.open:
             latest[operation.group] = max(latest.get(operation.group, 0), operation.number)
-    # A rank that waits too, but for an earlier collective of a group, holds up those who are further.
+    # A rank that waits in an earlier collective of a group holds up the ranks in a later one.
     return {
         rank
         for rank, look in looks.items()
@@ -222,7 +226,7 @@ def behind(looks: Mapping[int, Look]) -> set[int]:
 
 
 def told(looks: Mapping[int, Look]) -> str:
-    """Say which ranks wait in a collective, and which ones they wait for."""
+    """Return sentences that name the ranks that wait in a collective, and the ranks that they wait for."""
     late = behind(looks)
     waiting = [rank for rank in looks if rank not in late]
     parts = []

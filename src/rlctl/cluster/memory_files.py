@@ -1,7 +1,7 @@
-"""Files in a host's memory that outlive the process that wrote them, and copies of those of another host.
+"""Files in a host's memory that survive the process that wrote them, and copies between hosts.
 
-A small process on each host owns a folder in /dev/shm, and removes it when it ends, also when it is killed. Other
-processes of the host read and write there as in any folder.
+A small process on each host owns a folder in /dev/shm. The folder is removed when this process ends, even if it is
+killed. Other processes on the host use the folder like any other.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 SHARED_MEMORY = Path("/dev/shm")
 PART_BYTES = 32 << 20
-"""Bytes that travel between hosts at a time."""
+"""Bytes per message between hosts."""
 PART = ".part"
-"""Ending of the name of a file that is not complete."""
+"""Suffix of an incomplete file's name."""
 SWEEP = 'exec 3<&0; (cat <&3 > /dev/null; rm -rf "$0") &'
-"""Leaves a process that waits for the end of the one at the other end of its input. That process is no child: Ray ends
-the children of a worker with it."""
+"""Shell script that leaves a process which waits for the end of its input, then removes the folder. The input is a pipe
+from the owner. The process must not be a child of the owner, because Ray ends a worker's children with it."""
 
 
 def free_bytes() -> int:
-    """Return the bytes that files in memory can still take on this host."""
+    """Return the free bytes in /dev/shm."""
     return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
 
 
 class MemoryFiles:
-    """The folders of one host, by the steps that they are of."""
+    """Owner of one host's folder, with a subfolder per step."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -44,15 +44,15 @@ class MemoryFiles:
         return free_bytes()
 
     def make(self, step: int) -> None:
-        """Make the folder of a step, which is empty."""
+        """Make an empty folder for a step."""
         shutil.rmtree(self.place(step), ignore_errors=True)
         self.place(step).mkdir()
 
     def files(self, step: int) -> dict[str, int]:
-        """Return the sizes of the files of a step, by their names in its folder."""
+        """Return the sizes of a step's complete files, by name relative to its folder."""
         folder = self.place(step)
-        found = (one for one in folder.rglob("*") if one.is_file() and one.suffix != PART)
-        return {str(one.relative_to(folder)): one.stat().st_size for one in found}
+        complete = (path for path in folder.rglob("*") if path.is_file() and path.suffix != PART)
+        return {str(path.relative_to(folder)): path.stat().st_size for path in complete}
 
     def place(self, step: int) -> Path:
         return self.folder / f"step_{step}"
@@ -63,7 +63,7 @@ class MemoryFiles:
             return file.read(PART_BYTES)
 
     def copy_from(self, host: Any, step: int, files: dict[str, int]) -> None:
-        """Copy files of a step from the process of this kind that `host` is Ray's handle of."""
+        """Copy files of a step, given as {name: size}, from another host. `host`: Ray's handle of its owner process."""
         import ray
 
         def part(name: str, first: int) -> Any:
@@ -75,7 +75,7 @@ class MemoryFiles:
             aside = path.with_name(path.name + PART)
             with aside.open("wb") as file:
                 coming = part(name, 0)
-                for first in range(0, size, PART_BYTES):  # one part travels while the one before is written
+                for first in range(0, size, PART_BYTES):  # fetch the next part while this part is written
                     here, coming = coming, part(name, first + PART_BYTES)
                     file.write(ray.get(here))
             aside.rename(path)
@@ -88,11 +88,11 @@ class MemoryFiles:
             shutil.copyfile(self.place(step) / name, path)
 
     def keep(self, steps: Sequence[int]) -> None:
-        """Remove the folders of all other steps."""
+        """Remove the folders of all steps except `steps`."""
         kept = {self.place(step) for step in steps}
-        for one in self.folder.iterdir():
-            if one not in kept:
-                shutil.rmtree(one, ignore_errors=True)
+        for folder in self.folder.iterdir():
+            if folder not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

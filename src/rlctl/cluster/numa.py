@@ -1,4 +1,4 @@
-"""Binding of a process to the processors and the memory next to its GPUs, as `numactl` does it."""
+"""Binding of a process to the CPUs and memory of its GPUs' NUMA node, like `numactl`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SWITCH = "RLCTL_BIND_NUMA"
-"""0 in the environment of a process leaves it where the kernel puts it."""
+"""Environment variable; 0 turns the binding off."""
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""Numbers of the system call; the C library has no function for it."""
+"""Numbers of the system call `set_mempolicy`, which the C library does not wrap."""
 PREFERRED = 1
+"""MPOL_PREFERRED of <linux/mempolicy.h>."""
 
 
 @dataclass(frozen=True)
@@ -24,21 +25,21 @@ class Topology:
 
     processors: Mapping[int, frozenset[int]]
     gpus: Mapping[str, int]
-    """By the number in the order of the bus, and by UUID; without GPUs whose node the kernel does not know."""
+    """NUMA node by the GPU's number in PCI bus order, and by its UUID. GPUs with an unknown node are absent."""
 
 
 def topology(root: Path = Path("/")) -> Topology:
-    """Return the topology as the kernel and NVIDIA's driver tell it below `root`."""
+    """Read the topology from /sys and from /proc of NVIDIA's driver, below `root`."""
     processors = {}
     for place in (root / "sys/devices/system/node").glob("node[0-9]*"):
         numbers = numbers_of((place / "cpulist").read_text())
-        if numbers:  # else a node of memory alone, such as GPUs' own on GH200
+        if numbers:  # a node without CPUs is only memory, such as a GPU's memory on GH200
             processors[int(place.name.removeprefix("node"))] = numbers
     gpus = {}
     for index, place in enumerate(sorted((root / "proc/driver/nvidia/gpus").glob("*"))):
         with contextlib.suppress(OSError, ValueError):
             node = int((root / "sys/bus/pci/devices" / place.name.lower() / "numa_node").read_text())
-            if node in processors:  # -1 in virtual machines that do not pass it on
+            if node in processors:  # -1 in virtual machines that hide the topology
                 gpus[str(index)] = node
                 if uuid := re.search(r"GPU UUID:\s*(\S+)", (place / "information").read_text()):
                     gpus[uuid[1]] = node
@@ -55,8 +56,8 @@ def numbers_of(text: str) -> frozenset[int]:
 
 
 def places(gpus: Sequence[str], topology: Topology, allowed: Set[int]) -> tuple[tuple[int, ...], frozenset[int]] | None:
-    """Return the NUMA nodes of `gpus` and those of their processors that are `allowed`; None where binding a process
-    would not help: it may use no others, or a GPU's node is unknown."""
+    """Return the NUMA nodes of `gpus` and their CPUs among `allowed`; None if binding would not help, because these are
+    all allowed CPUs or a GPU's node is unknown."""
     nodes = sorted({topology.gpus.get(name, -1) for name in gpus})
     if not nodes or nodes[0] < 0:
         return None
@@ -65,8 +66,8 @@ def places(gpus: Sequence[str], topology: Topology, allowed: Set[int]) -> tuple[
 
 
 def bind() -> str:
-    """Bind this process and its threads to the NUMA nodes of the GPUs that it sees; return what was done, if
-    anything."""
+    """Bind this process and its threads to the NUMA nodes of its visible GPUs. Return a description; empty: not
+    bound."""
     gpus = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if not gpus or os.environ.get(SWITCH) == "0":
         return ""
@@ -81,7 +82,8 @@ def bind() -> str:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(int(thread), processors)
     if len(nodes) == 1 and (number := SET_MEMPOLICY.get(platform.machine())):
-        # A preference: memory comes from another node where this one is full. Containers may forbid the call.
+        # With MPOL_PREFERRED, memory of a full node comes from another node. Containers may forbid the call, so its
+        # result is ignored.
         mask = ctypes.c_ulong(1 << nodes[0])
         ctypes.CDLL(None).syscall(number, PREFERRED, ctypes.byref(mask), 8 * ctypes.sizeof(mask))
     names = ", ".join(map(str, nodes))

@@ -1,4 +1,4 @@
-"""Checks and rates of every node of a Ray cluster: a task on each node runs them, and the worst comes first."""
+"""Checks and rates of every node of a Ray cluster. A task on each node runs them; the worst nodes come first."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ from rlctl.errors import InputError, first_line
 R = TypeVar("R")
 CHECKS_LIMIT_S, RATES_LIMIT_S = 420.0, 900.0
 SLOW = 0.9
-"""Share of the median below which a GPU or a node counts as slow."""
+"""A GPU or node is slow if its rate is below this share of the median."""
 OF_NODES = ("rates", "collectives", "disk")
+"""Probes that run on every node."""
 WORSE: tuple[Status, ...] = ("ok", "warn", "fail")
+"""Statuses from best to worst."""
 
 
 def ask_nodes(work: Callable[..., R], *arguments: object, limit_s: float) -> dict[str, R | str]:
-    """Call `work` on each living node, by its address; a text replaces an answer that is late (`limit_s`)."""
+    """Call `work` on each living node, and return the results by node address. An error message replaces the result of
+    a failed node or of one that takes longer than `limit_s`."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    # Without it Ray hides the GPUs from a task that asks for none.
+    # Without this variable, Ray hides the GPUs from a task that requests none.
     environment = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
     task: Any = ray.remote(num_cpus=0, max_retries=0, runtime_env=environment)(work)
     pending = {}
@@ -51,7 +54,7 @@ def ask_nodes(work: Callable[..., R], *arguments: object, limit_s: float) -> dic
 
 
 def gpu_checks(local_gpus: tuple[Gpu, ...], versions: Mapping[str, str], *, quick: bool) -> Iterator[Check]:
-    """Yield the checks of a machine with GPUs; `quick` leaves out what starts processes."""
+    """Yield the checks of a machine with GPUs; `quick` skips checks that start processes."""
     yield gpus.check_driver(local_gpus, versions)
     yield gpus.check_compiler()
     yield gpus.check_flashinfer(versions)
@@ -80,7 +83,7 @@ def checks_of_nodes(per_node: int, kind: str, *, quick: bool) -> Iterator[Check]
 
 
 def compare_checks(answers: Mapping[str, Sequence[Check] | str]) -> Iterator[Check]:
-    """Yield one check for each name, with the details of the nodes where it is worst."""
+    """Yield one check per name, with the details of the nodes with its worst status."""
     if silent := {node: problem for node, problem in answers.items() if isinstance(problem, str)}:
         listing = "; ".join(f"{node}: {problem}" for node, problem in silent.items())
         yield Check("node-checks", "fail", f"no checks from {listing}", "See `ray status`, and the logs of Ray there.")
@@ -88,31 +91,31 @@ def compare_checks(answers: Mapping[str, Sequence[Check] | str]) -> Iterator[Che
     for node, checks in answers.items():
         for check in () if isinstance(checks, str) else checks:
             by_name.setdefault(check.name, {})[node] = check
-    for name, found in by_name.items():
-        worst = max((check.status for check in found.values()), key=WORSE.index)
+    for name, by_node in by_name.items():
+        worst = max((check.status for check in by_node.values()), key=WORSE.index)
         details: dict[str, list[str]] = {}
-        for node, check in found.items():
+        for node, check in by_node.items():
             if check.status == worst:
                 details.setdefault(check.detail, []).append(node)
-        fix = next(check.fix for check in found.values() if check.status == worst)
+        fix = next(check.fix for check in by_node.values() if check.status == worst)
         where = "; ".join(f"{', '.join(nodes)}: {detail}" for detail, nodes in details.items())
-        if len(details) == 1 and len(found) == len(next(iter(details.values()))):
-            where = f"{len(found)} node(s): {next(iter(details))}"
+        if len(details) == 1 and len(by_node) == len(next(iter(details.values()))):
+            where = f"{len(by_node)} node(s): {next(iter(details))}"
         yield Check(f"node-{name}", worst, where, fix)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of a probe on a node, or on one GPU of it."""
+    """The result of a probe on a node or on one GPU."""
 
     node: str
     place: str
-    """The GPU; empty for the node."""
+    """The GPU; empty: the whole node."""
     probe: str
     figures: dict[str, float | str] = field(default_factory=dict)
     problem: str = ""
     share: float = 1.0
-    """The least rate, as a share of the median of all nodes and GPUs."""
+    """The slowest rate as a share of the median over all nodes and GPUs."""
 
     @property
     def status(self) -> str:
@@ -145,7 +148,8 @@ def rates_here(names: Sequence[str], directory: str, cpu: bool) -> list[Measured
                 probe = LAYERS[name]
                 live.append((gpu, ProbeProcess(probe, runner.command(probe), place, probe.limit_s, environment)))
             try:
-                while [1 for _, process in live if not process.over()]:  # each node is called, and ended at its limit
+                # A list and not `any`, since `over` also ends a process at its limit and must run for each of them.
+                while [1 for _, process in live if not process.over()]:
                     time.sleep(POLL_S)
             finally:
                 for _, process in live:
@@ -159,7 +163,8 @@ def rates_here(names: Sequence[str], directory: str, cpu: bool) -> list[Measured
 
 
 def rates_of_nodes(address: str, only: Sequence[str], directory: Path, *, cpu: bool) -> list[Measured]:
-    """Measure every node of the cluster at `address`, in `directory` for the disk; return the slowest first."""
+    """Measure every node of the cluster at `address`; the disk probe writes to `directory`. Return the slowest
+    first."""
     from rlctl.cluster.ray_session import ray_session
 
     for name in only:
@@ -173,7 +178,7 @@ def rates_of_nodes(address: str, only: Sequence[str], directory: Path, *, cpu: b
 
 
 def slowest_first(answers: Mapping[str, Sequence[Measured] | str]) -> list[Measured]:
-    """Return failures, then all results by their slowest rate in relation to the median of its kind."""
+    """Return failures first, then results in order of their slowest rate as a share of its median."""
     every: list[Measured] = []
     for node, answer in answers.items():
         if isinstance(answer, str):
@@ -186,9 +191,9 @@ def slowest_first(answers: Mapping[str, Sequence[Measured] | str]) -> list[Measu
             if name.endswith("/s") and not isinstance(value, str):
                 rates.setdefault((rate.probe, name), []).append(value)
 
-    def share(one: Measured) -> float:
-        middles = {name: median(rates[one.probe, name]) for name in one.figures if (one.probe, name) in rates}
-        return min((float(one.figures[name]) / middle for name, middle in middles.items() if middle), default=1.0)
+    def share(rate: Measured) -> float:
+        middles = {name: median(rates[rate.probe, name]) for name in rate.figures if (rate.probe, name) in rates}
+        return min((float(rate.figures[name]) / middle for name, middle in middles.items() if middle), default=1.0)
 
     shares = [replace(rate, share=share(rate)) for rate in every]
     return sorted(shares, key=lambda rate: (not rate.problem, rate.share))

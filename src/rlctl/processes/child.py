@@ -94,8 +94,8 @@ class Server:
 
     def __init__(self, serve: Callable[[Connection, Any], None], description: str) -> None:
         """`serve` gets the connection and a plan. It sends its first message once it can work, then answers requests
-        until `EOFError`. An RlctlError that it raises is sent. Messages name the process by `what`, such as `the
-        scorers (exact-match)`."""
+        until `EOFError`. The parent receives an RlctlError that it raises. `description` names the process in messages,
+        such as `the scorers (exact-match)`."""
         self._serve, self._what = serve, description
         self.process: subprocess.Popen[Any] | None = None
         self.connection: Connection | None = None
@@ -104,10 +104,10 @@ class Server:
     def start(self, plan: object, variables: Mapping[str, str] | None = None) -> Any:
         """Start the process with environment `variables` and return its first message. Raises the RlctlError that
         `serve` raised before."""
-        # In a new session: Ctrl-C in the terminal is for the run, which ends this process itself.
+        # A new session, so that Ctrl-C in the terminal reaches only the run, which ends this process itself.
         self.process, self.connection = _start("serve", start_new_session=True, env={**os.environ, **(variables or {})})
         try:
-            with contextlib.suppress(ConnectionError):  # receiving says why
+            with contextlib.suppress(ConnectionError):  # `receive` raises with the exit code
                 self.connection.send(partial(_answer, self._serve, plan))
             ready = self.receive(START_TIMEOUT_S)
         except TimeoutError as error:
@@ -149,11 +149,11 @@ class Server:
     def close(self) -> None:
         """End the process and everything it started; may be repeated."""
         if self.connection is not None:
-            self.connection.close()  # its supervisors end everything then
+            self.connection.close()  # the supervisors then end the process and its descendants
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(CLOSE_TIMEOUT_S)
-            self.process.kill()  # does nothing where it has ended
+            self.process.kill()  # no effect on an ended process
             self.process.wait()
         self.connection = self.process = None
 
@@ -186,9 +186,9 @@ def _receive(process: subprocess.Popen[Any], connection: Connection, limit_s: fl
 
 
 def main() -> None:
-    """Run the function that the connection with the descriptor `sys.argv[2]` brings, with the connection."""
+    """Receive a function over the connection with descriptor `sys.argv[2]`, and call it with the connection."""
     descriptor, kind = int(sys.argv[2]), sys.argv[3]
-    os.dup2(2, 1)  # output belongs in the log, not on a stdout that someone parses
+    os.dup2(2, 1)  # output goes to the log, since a program may parse stdout
     if kind == "serve":
         supervise(descriptor)
     else:
@@ -211,7 +211,7 @@ def _end_on_signals() -> None:
             raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as it is under nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, interrupt)
     end_with_parent(signal.SIGTERM)
 
@@ -226,7 +226,8 @@ def _call(function: Callable[[], object], connection: Connection) -> None:
     except Exception as raised:  # noqa: BLE001 - the caller reports whatever a library raises
         traceback.print_exc()
         error = f"{type(raised).__name__}: {first_line(raised)}"
-    connection.send_bytes(pickle.dumps((value, error)))  # `send` would share tensors with a process that ends
+    # Not `send`: torch registers reducers that share a tensor's memory, and this process ends.
+    connection.send_bytes(pickle.dumps((value, error)))
 
 
 def _answer(serve: Callable[[Connection, Any], None], plan: object, connection: Connection) -> None:

@@ -114,23 +114,23 @@ def run(program: str, stdin: str = "", limits: Limits = Limits(), behind: Sequen
     behind = layers() if behind is None else behind
     with (
         tempfile.TemporaryDirectory(prefix="rlctl-program-", ignore_cleanup_errors=True) as folder,
-        Path(folder, ".stdin").open("w+b") as given,  # in the folder, so that it may be opened as /dev/stdin
+        Path(folder, ".stdin").open("w+b") as source,  # in the folder, so that the program may open /dev/stdin
         tempfile.TemporaryFile() as output,
         tempfile.TemporaryFile() as errors,
     ):
         path = Path(folder, "program.py")
         path.write_text(program, encoding="utf-8", errors="replace")
-        given.write(stdin.encode(errors="replace"))
-        given.seek(0)
+        source.write(stdin.encode(errors="replace"))
+        source.seek(0)
         other = {"user": NOBODY, "group": NOBODY, "extra_groups": ()} if "user" in behind else {}
         if other:
-            for file in (folder, path, given.name):
+            for file in (folder, path, source.name):
                 os.chown(file, NOBODY, NOBODY)
         numbers = (limits.seconds, limits.memory_mib, limits.file_mib, limits.processes)
         script = [sys.executable, "-I", "-S", __file__, ",".join(behind), sysconfig.get_paths()["purelib"]]
         process = subprocess.Popen(
             [*(NAMESPACES if "namespaces" in behind else ()), *script, *map(str, numbers)],
-            cwd=folder, env=ENVIRONMENT, stdin=given, stdout=output, stderr=errors, start_new_session=True, **other,
+            cwd=folder, env=ENVIRONMENT, stdin=source, stdout=output, stderr=errors, start_new_session=True, **other,
         )  # fmt: skip
         code = _ended(process, limits.seconds)
         with contextlib.suppress(ProcessLookupError):

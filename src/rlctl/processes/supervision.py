@@ -1,7 +1,7 @@
-"""Supervisors of a process: whatever it starts ends with it, and it ends with the process that asked for it.
+"""Supervisors of a process, which end its descendants with it, and end it with the process that started it.
 
-A supervisor adopts orphans below it and kills all when the supervised process ends or the connection closes. There are
-two, because Ray kills a worker's direct children with it.
+A supervisor adopts orphans below it, and kills all its descendants when the supervised process ends or the connection
+closes. There are two, because Ray kills a worker's direct children with the worker.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _fork(descriptor: int, signal_of_death: signal.Signals) -> None:
     if child:
         _supervise(child, descriptor)
     end_with_parent(signal_of_death)
-    if os.getppid() != parent:  # it had died before
+    if os.getppid() != parent:  # the parent ended before `end_with_parent` took effect
         os._exit(1)
 
 
@@ -85,7 +85,7 @@ def _supervise(child: int, descriptor: int) -> NoReturn:
     while status is None and not stopped and not poll.poll(LOOK_MS):
         status = reap()
     deadline = time.monotonic() + CLEANUP_TIMEOUT_S
-    while kill_tree(psutil.Process(), root=False) and time.monotonic() < deadline:  # also those started meanwhile
+    while kill_tree(psutil.Process(), root=False) and time.monotonic() < deadline:  # also processes started meanwhile
         time.sleep(0.005)
         reap()
     if status is not None and os.WIFSIGNALED(status):

@@ -1,4 +1,4 @@
-"""A sign of life for a monitoring service: a POST to `run.heartbeat_url` after each step."""
+"""Heartbeat for a monitoring service: a POST to `run.heartbeat_url` after each step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ANSWER_S = 10.0
 
 
 class Heartbeat:
-    """Sends the newest finished step in a thread. A service that fails is reported once, and asked again after the next
-    step."""
+    """Sends the newest finished step in a thread. The first failure in a row is reported, and the next step tries
+    again."""
 
     def __init__(self, url: str, run: str, tell: Callable[[str], None]) -> None:
         self._url, self._run, self._tell = url, run, tell
@@ -27,11 +27,11 @@ class Heartbeat:
 
     def log(self, step: int, metrics: Metrics) -> None:
         with self._changed:
-            self._step = step  # one that was not sent yet is older
+            self._step = step  # replaces an older step that was not sent yet
             self._changed.notify()
 
     def close(self) -> None:
-        """Wait for the last step's request, at most its time limit."""
+        """Wait for the last step's request, at most ANSWER_S seconds."""
         with self._changed:
             self._ended = True
             self._changed.notify()
@@ -53,6 +53,6 @@ class Heartbeat:
             urllib.request.urlopen(request, timeout=ANSWER_S).close()
             self._told = False
         except (OSError, HTTPException, ValueError) as error:
-            if not self._told:  # the address may hold a secret
+            if not self._told:  # name the key, not the URL, which may contain a secret
                 self._tell(f"run.heartbeat_url failed after step {step} ({error}); the run goes on.")
             self._told = True

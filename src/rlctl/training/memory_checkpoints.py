@@ -1,4 +1,5 @@
-"""Checkpoints in the memory of hosts: written beside training after each step, and loaded where the policy is lost."""
+"""Checkpoints in the memory of hosts: written in the background during training, and loaded after a loss of the
+policy."""
 
 from __future__ import annotations
 
@@ -14,53 +15,54 @@ from rlctl.errors import WaitTimeoutError, WorkerError, first_line
 
 LOSSES = (WorkerError, WaitTimeoutError)
 MOST_FAILURES = 3
-"""Steps in a row without a folder after which no more checkpoints are taken."""
+"""Number of consecutive failures to make a folder after which memory checkpoints stop."""
 LOOK_S = 0.1
-"""Between two looks at whether a checkpoint is written."""
+"""Interval between two checks whether a checkpoint is written."""
 
 
 class Hosts(Protocol):
     """The memory of the policy's hosts."""
 
     def renew(self) -> None:
-        """Go on with today's hosts of the policy."""
+        """Switch to the policy's current hosts."""
 
     def make(self, step: int) -> Path:
-        """Make the folder of a step, of one name on each host."""
+        """Make the folder of a step, with the same path on each host."""
         ...
 
     def spread(self, step: int) -> str | None:
-        """Copy what each host has written of a step to the next host; return why there is no room for another one."""
+        """Copy each host's files of a step to the next host. Return a reason if there is no memory for another step;
+        None: there is."""
         ...
 
     def gather(self, step: int) -> Path | None:
-        """Return a folder in which each of today's hosts has all files of a step; None: some are lost."""
+        """Give each current host all files of a step, and return their folder; None: some files are lost."""
         ...
 
     def keep(self, step: int | None) -> None:
-        """Remove all but the files of one step."""
+        """Remove all files, except the files of `step`."""
 
 
 class MemoryCheckpoints:
-    """Takes at most one checkpoint at a time; where one is still being written, a step goes without."""
+    """Writes one checkpoint at a time; skips a step while the previous checkpoint is unfinished."""
 
     def __init__(
         self, policy: PolicyClient, hosts: Hosts, every: int, limit_s: float, tell: Callable[[str], None]
     ) -> None:
         self._policy, self._hosts, self._every, self._limit_s, self._tell = policy, hosts, every, limit_s, tell
         self.step: int | None = None
-        """The step after which the newest complete one was begun."""
+        """Step of the newest complete checkpoint; None: there is none."""
         self._digests = dict[str, str]()
         self._under_way: Future[None] | None = None
         self._failures = 0
 
     def begin(self, step: int) -> None:
-        """Take a snapshot after `step` and start writing it, unless another one is being written."""
+        """Take a snapshot after `step` and write it in the background, unless the previous one is unfinished."""
         if not self._every or step % self._every or not self._ended():
             return
         try:
             folder = self._hosts.make(step)
-        except LOSSES as error:  # the policy may be lost too, which it tells itself
+        except LOSSES as error:  # if the policy is lost too, its next call raises
             self._failures += 1
             if self._failures == MOST_FAILURES:
                 self._end(first_line(error))
@@ -71,16 +73,16 @@ class MemoryCheckpoints:
         threading.Thread(target=self._complete, args=(step, done), name="memory checkpoint", daemon=True).start()
 
     def _ended(self) -> bool:
-        """Whether none is being written. An error of the last one ends them all."""
+        """Return whether a new checkpoint may begin. An error of the last checkpoint stops memory checkpoints."""
         if self._under_way is not None and self._under_way.done():
             under_way, self._under_way = self._under_way, None
             if error := under_way.exception():
                 self._end(first_line(error))
         return self._under_way is None and self._every > 0
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         self._every = 0
-        self._tell(f"no more checkpoints are taken to memory: {why}")
+        self._tell(f"no more checkpoints are taken to memory: {reason}")
 
     def _complete(self, step: int, done: Future[None]) -> None:
         try:
@@ -96,35 +98,35 @@ class MemoryCheckpoints:
             if short is not None:
                 self._end(short)
             done.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - the next step says it
+        except BaseException as error:  # noqa: BLE001 - `_ended` reports it in the next step
             done.set_exception(error)
 
     def lose(self) -> None:
-        """Give up the one being written, the policy's processes being ended."""
+        """Drop an unfinished checkpoint after the end of the policy's processes."""
         if self._under_way is not None:
-            self._under_way.exception()
+            self._under_way.exception()  # wait for its thread
             self._under_way = None
 
     def renew(self) -> None:
-        """Go on on the hosts where the policy is now."""
+        """Switch to the policy's current hosts."""
         try:
             self._hosts.renew()
         except LOSSES as error:
             self._end(first_line(error))
 
     def newest(self, least: int, most: int) -> tuple[int, Path] | None:
-        """Return the step of the newest one, between two steps, and its folder; None: there is none."""
+        """Return (step, folder) of the newest intact checkpoint in memory with `least` <= step <= `most`, or None."""
         if self.step is None or not least <= self.step <= most:
             return None
         try:
-            self._hosts.keep(self.step)
-            found, problems = self._hosts.gather(self.step), ["some of its files were lost with their hosts"]
-            if found is not None:
-                problems = self._policy.damaged_files(found, self._digests)
+            self._hosts.keep(self.step)  # first, to free memory for the copies
+            folder, problems = self._hosts.gather(self.step), ["some of its files were lost with their hosts"]
+            if folder is not None:
+                problems = self._policy.damaged_files(folder, self._digests)
         except LOSSES as error:
-            found, problems = None, [first_line(error)]
-        if found is None or problems:
+            folder, problems = None, [first_line(error)]
+        if folder is None or problems:
             self._tell(f"the checkpoint of step {self.step} in memory cannot be used: {problems[0]}")
             self.step = None
             return None
-        return self.step, found
+        return self.step, folder

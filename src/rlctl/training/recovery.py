@@ -1,8 +1,8 @@
-"""What a run does where its policy loses ranks: the processes start again, load the newest state and train again on the
-batches since.
+"""Recovery of a run whose policy lost ranks: restart the processes, load the newest state, and train again on the
+batches since then.
 
-Engines, rollouts and environments stay. A batch is kept until a state after it can be loaded, so that nothing is
-sampled again, and the state of prompts does not go back.
+Engines, rollouts and environments keep running. Each batch is kept until a later state can be loaded, so that rlctl
+samples nothing again, and the position in the prompts does not move back.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from rlctl.training.saving import Saver
 
 T = TypeVar("T")
 MOST_TOKENS = 200_000_000
-"""Tokens of all batches that are kept; the columns of one take about 20 bytes, on disk where Ray's store is full."""
+"""Maximum number of tokens in the kept batches. A token's columns take about 20 bytes in Ray's object store, which
+spills to disk when full."""
 LOSSES = (WorkerError, WaitTimeoutError)
-"""Errors that may follow from a lost rank."""
+"""Errors that a lost rank can cause."""
 
 
 class TrainedPolicy(Protocol):
-    """The policy of a run that can be started again."""
+    """A run's policy whose processes can be restarted."""
 
     def lost(self) -> list[RlctlError]:
         """Return the fault of each lost process, the likeliest cause first."""
         ...
 
     def end(self) -> None:
-        """End its processes."""
+        """Kill the processes."""
 
     def keep(self, step: int) -> None:
-        """Begin to keep its state after `step` where `start` finds it."""
+        """Begin to save the state after `step` for a later `start`."""
 
     def start(self, newest: int) -> int:
-        """Start its processes with the newest state that can be loaded, of step `newest` at most; return the state's
-        step."""
+        """Restart the processes with the newest loadable state up to step `newest`; return the state's step."""
         ...
 
     def rejoin(self, version: int) -> None:
-        """Bring its weights into the engines, if there are any."""
+        """Send the weights to the engines, if the run has engines."""
 
     def take_turn(self) -> None:
-        """Let it compute, where it shares devices with engines."""
+        """Give the policy its turn on devices that it shares with engines."""
 
 
 class Steps(Protocol):
-    """The loop, as far as it trains."""
+    """The part of the loop that trains."""
 
     step: int
     version: int
@@ -60,39 +60,39 @@ class Steps(Protocol):
 
 @dataclass(frozen=True)
 class Trained:
-    """A batch that was trained on."""
+    """A batch that the policy was trained on."""
 
     step: int
-    """Steps before it."""
+    """Number of steps before the batch."""
     version: int
-    """The weights that were trained on it."""
+    """Version of the weights before the update."""
     batch: Batch
 
     @property
     def tokens(self) -> int:
-        return sum(one.tokens for group in self.batch.groups for one in group.sequences)
+        return sum(sequence.tokens for group in self.batch.groups for sequence in group.sequences)
 
 
 class NoRecovery:
-    """Lets errors pass: a run ends with the first loss of its policy."""
+    """Does nothing: the first loss of the policy ends the run."""
 
     def run(self, part: Callable[[], T], loop: Steps, *, trains: bool = False) -> T:
-        """Return what `part` returns. `trains`: it is done in the policy's turn on shared devices."""
+        """Return the result of `part`. `trains`: the part needs the policy's turn on shared devices."""
         return part()
 
     def trained(self, version: int, batch: Batch, loop: Steps) -> None:
-        """Take note of a batch that the weights of `version` were trained on after the steps of `loop`."""
+        """Record a batch on which the weights of `version` were trained, as the loop's current step."""
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of a step's policy losses."""
+        """Return the metrics about losses of the policy since the last call."""
         return {}
 
 
 class Recovery(NoRecovery):
-    """Repeats parts of a step whose policy was lost, after it was brought back."""
+    """Restarts a lost policy, and repeats the part of the step that failed."""
 
     def __init__(self, policy: TrainedPolicy, saver: Saver, limit: int, tell: Callable[[str], None]) -> None:
-        """Recover from at most `limit` losses of the policy; `tell` receives each with its cause."""
+        """Recover from at most `limit` losses of the policy. `tell` receives each loss with its cause."""
         self._policy, self._saver, self._limit, self._tell = policy, saver, limit, tell
         self._restarts = 0
         self._since: list[Trained] = []
@@ -102,9 +102,9 @@ class Recovery(NoRecovery):
     def trained(self, version: int, batch: Batch, loop: Steps) -> None:
         """Keep the batch, and drop the batches that the newest checkpoint contains."""
         step = loop.step
-        self._since = [one for one in self._since if one.step >= self._saver.saved]
+        self._since = [trained for trained in self._since if trained.step >= self._saver.saved]
         self._since.append(Trained(step, version, batch))
-        while len(self._since) > 1 and sum(one.tokens for one in self._since) > MOST_TOKENS:
+        while len(self._since) > 1 and sum(trained.tokens for trained in self._since) > MOST_TOKENS:
             del self._since[0]
         self.run(partial(self._policy.keep, step + 1), loop, trains=True)
 
@@ -114,7 +114,7 @@ class Recovery(NoRecovery):
         return {**counts, "policy_failure": causes[-1]} if causes else {}
 
     def run(self, part: Callable[[], T], loop: Steps, *, trains: bool = False) -> T:
-        """Return what `part` returns, which is done again after each loss of the policy."""
+        """Return the result of `part`, which is repeated after each loss of the policy."""
         version = loop.version
         while True:
             try:
@@ -127,14 +127,15 @@ class Recovery(NoRecovery):
                 self._policy.take_turn()
 
     def _bring_back(self, error: RlctlError, loop: Steps) -> None:
-        """Raise `error` where the policy is not lost, or was lost too often."""
+        """Restart the policy. Raises `error` if the policy is not lost, and WorkerError after too many losses."""
         while True:
             self._count(error)
             step, version = loop.step, loop.version
             try:
                 self._policy.end()
                 self._saver.lose()
-                self._repeat(self._policy.start(max([step, *(one.step + 1 for one in self._since)])), loop)
+                newest = max([step, *(trained.step + 1 for trained in self._since)])
+                self._repeat(self._policy.start(newest), loop)
                 self._policy.rejoin(version)
                 return
             except LOSSES as another:
@@ -160,7 +161,7 @@ class Recovery(NoRecovery):
 
     def _repeat(self, begun: int, loop: Steps) -> None:
         """Train again on the batches since the state of step `begun`."""
-        again = [one for one in self._since if one.step >= begun]
+        again = [trained for trained in self._since if trained.step >= begun]
         if self._since and begun < self._since[0].step:
             raise RlctlError(
                 f"The policy is back after step {begun}, and the batches of steps {begun + 1} to {self._since[0].step} "
@@ -169,6 +170,6 @@ class Recovery(NoRecovery):
             )
         if again:
             self._tell(f"the policy goes on after step {begun} and trains again on {len(again)} batch(es) since then")
-        for one in again:
-            loop.step, loop.version = one.step, one.version
-            loop.train_on(one.batch)
+        for trained in again:
+            loop.step, loop.version = trained.step, trained.version
+            loop.train_on(trained.batch)
