@@ -14,6 +14,7 @@ from rlctl.config.user_code import UserCode
 from rlctl.errors import ConfigError, InputError
 from rlctl.methods.available import ALGORITHMS, METHODS, config_class, defaults_of, method_from_config
 from rlctl.methods.configuration import resolve
+from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.training.method import Method
 from rlctl.training.run_loss import RunLoss
 from rlctl.training.user_loss import UserLoss
@@ -78,7 +79,7 @@ def batch() -> TokenBatch:
     return token_batch(
         tokens=tokens, seed=3, rollout_R=rollout_R, advantages_R=(0.8 - 1.6 * (rollout_R % 2)).double(),
         teacher_logprobs_R=-2 - torch.rand(tokens, generator=generator, dtype=torch.float64), teacher_top_RK=top(),
-        top_logprobs_RK=top(),
+        top_logprobs_RK=top(), extra_R={"label": (rollout_R % 2 == 0).double()},
     )  # fmt: skip
 
 
@@ -93,7 +94,8 @@ def effect(name: str, **loss: Any) -> list[Any]:
         loss.backward()
         assert given.logprobs_R.grad is not None
         weights = method.token_weights(np.array([3, 5]))
-        return [loss.item(), given.logprobs_R.grad.tolist(), weights.tolist(), sorted(method.needs), method.nll_weight]
+        nll_weight = method.nll_weight if isinstance(method, Algorithm) else 0.0
+        return [loss.item(), given.logprobs_R.grad.tolist(), weights.tolist(), sorted(method.needs), nll_weight]
     except (ConfigError, InputError, ValueError) as error:
         return [str(error)]
 

@@ -160,7 +160,7 @@ def test_a_call_that_fails_is_repeated_for_the_same_positions(asked: list[GroupR
     generating, fails = turns.generating, [True]
 
     @contextlib.contextmanager
-    def lost() -> Iterator[int]:
+    def lost(*, refit_next: bool = False) -> Iterator[int]:
         with generating() as freed:
             yield freed
         if fails:
