@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,8 @@ from rlctl.methods.configuration import resolve
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.result import Plan
 from rlctl.preparation.located import Located
-from rlctl.preparation.planned import plan_run
+from rlctl.preparation.planned import droppable_layouts, plan_run
+from rlctl.preparation.step_plan import step_plan
 from support.catalog_models import model
 
 RECIPE = """
@@ -65,3 +68,30 @@ def test_a_family_that_megatron_does_not_train_goes_to_the_other_backend(tmp_pat
     assert plan.backend == "dtensor"
     assert not found.config.megatron.passed
     assert any("training.backend" in note and "megatron.moe_router_dtype" in note for note in found.notes)
+
+
+def test_a_configuration_without_a_recipe_is_planned_once_before_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Any] = []
+
+    def counted(*arguments: Any, **options: Any) -> Plan:
+        plans.append(arguments)
+        return step_plan(*arguments, **options)
+
+    monkeypatch.setattr("rlctl.preparation.planned.step_plan", counted)
+    cluster = ["cluster.nodes=2", "cluster.gpus_per_node=8", "generation.tp=32"]
+    asked = resolve(sets=["model.name=Qwen/Qwen3-30B-A3B", *cluster], environment={})
+    with pytest.raises(ConfigError, match=r"generation\.tp = 32"):
+        checked(asked, model("Qwen/Qwen3-30B-A3B"), "h100")
+    assert len(plans) == 1
+
+
+def test_the_layout_of_every_model_can_be_dropped(tmp_path: Path) -> None:
+    asked = resolved(tmp_path, "Qwen/Qwen3-30B-A3B")
+    asked = replace(asked, optional=frozenset({"generation.tp", "training.tp", "reward_model.tp", "run.steps"}))
+    facts = model("Qwen/Qwen3-30B-A3B")
+    engines, models, both = map(set, droppable_layouts(asked, facts))
+    assert (engines, models) == ({"generation.tp"}, {"training.tp", "reward_model.tp"})
+    assert both == engines | models
+    assert droppable_layouts(replace(asked, optional=frozenset({"generation.tp"})), facts) == [["generation.tp"]]

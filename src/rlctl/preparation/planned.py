@@ -22,9 +22,6 @@ from rlctl.training.capabilities import Refuses
 from rlctl.training.method import Method
 from rlctl.transport.available import storing, transport_facts
 
-GIVEN_UP = (("generation.",), ("training.", "teacher."), ("generation.", "training.", "teacher."))
-"""Sections whose layout keys rlctl drops from a recipe, in this order, if no plan fits."""
-
 
 @dataclass(frozen=True)
 class Planned(Located):
@@ -45,16 +42,25 @@ def plan_run(located: Located) -> Planned:
     try:
         return _planned(located, resolved)
     except (ConfigError, NoPlanError) as error:
-        chosen = [key for key in resolved.schema.with_fact(FOR_A_MACHINE) if key in resolved.optional]
-        for sections in GIVEN_UP:
-            given_up = [key for key in chosen if key.startswith(sections)]
-            if facts.listed and "training." in sections:  # Megatron-Core's fields do not apply to transformers' modules
-                given_up += [key for key in resolved.optional if key.startswith(("megatron.", "ddp."))]
-            note = f"runs differently: rlctl decides {', '.join(given_up)} by itself, because {error.message}"
-            looser = replace(resolved.deciding((), given_up), notes=(*resolved.notes, note))
+        for dropped in droppable_layouts(resolved, facts):
+            note = f"runs differently: rlctl decides {', '.join(dropped)} by itself, because {error.message}"
+            looser = replace(resolved.deciding((), dropped), notes=(*resolved.notes, note))
             with suppress(ConfigError, NoPlanError):
                 return _planned(located, looser)
         raise
+
+
+def droppable_layouts(resolved: Resolved, facts: ModelFacts) -> list[list[str]]:
+    """Return the layout keys that rlctl drops from a recipe if no plan fits, in the order of the attempts: the
+    engines' keys, the other models' keys, and both."""
+    layout = [key for key in resolved.schema.with_fact(FOR_A_MACHINE) if key in resolved.optional]
+    engines = [key for key in layout if key.startswith("generation.")]
+    models = [key for key in layout if key not in engines]
+    passed: list[str] = []
+    if facts.listed:  # Megatron-Core's fields do not apply to transformers' modules
+        passed = [key for key in resolved.optional if key.startswith(("megatron.", "ddp."))]
+    sides = [keys for keys in (engines, [*models, *passed]) if keys]
+    return [*sides, [*layout, *passed]] if len(sides) > 1 else sides
 
 
 def _planned(located: Located, resolved: Resolved) -> Planned:
