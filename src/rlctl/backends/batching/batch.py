@@ -104,7 +104,7 @@ MicroBatch = tuple[WeightedSequence, ...]
 
 @dataclass(frozen=True)
 class BatchShard:
-    """The part of a batch that one data-parallel rank trains on; made by `backends.packing.plan_batch`."""
+    """The part of a batch that one data-parallel rank trains on; made by `packing.plan_batch`."""
 
     columns: dict[int, object]
     """Handle of the `RolloutColumns` of each group."""
