@@ -118,11 +118,11 @@ def _given(key: str, sources: Sequence[Source]) -> tuple[int, Value | None]:
 
 
 def with_algorithm(sources: Sequence[Source]) -> Sequence[Source]:
-    """Return the sources with the value of `run.algorithm` that `run.method` means: the method's own, unless it has
-    algorithms. A weaker source's `run.algorithm` of another method gives way.
+    """Return the sources with `run.algorithm` set to the method of `run.method`, unless a source names one of the
+    method's algorithms. `run.method` overrides another method's algorithm from a source of lower precedence.
 
-    Raises ConfigError where the two contradict each other, for an unknown method, and for `--algorithm METHOD`. In
-    files, `run.algorithm` may name a method, as before `run.method` existed.
+    Raises ConfigError for contradictory values, an unknown method, and `--algorithm METHOD`. In files, `run.algorithm`
+    may name a method, because older files have no `run.method`.
     """
     (place, method), (algorithm_place, algorithm) = (_given(key, sources) for key in ("run.method", "run.algorithm"))
     name = algorithm.value if algorithm is not None and isinstance(algorithm.value, str) else None
@@ -151,7 +151,7 @@ def with_algorithm(sources: Sequence[Source]) -> Sequence[Source]:
 
 
 def require_algorithm(command: str, sources: Sequence[Source]) -> None:
-    """Raise ConfigError where the sources name a method with a command other than `train COMMAND`."""
+    """Raise ConfigError if the sources name a method whose command is not `train COMMAND`."""
     for key in ("run.method", "run.algorithm"):
         value = _given(key, sources)[1]
         if value is None or not isinstance(name := value.value, str) or method_class(name) is None:

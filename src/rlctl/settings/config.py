@@ -45,9 +45,9 @@ class Schedule:
     """A model's learning rate and weight decay over the steps of a run."""
 
     what: str
-    """The model in front of the names of its rates in messages; empty: the policy."""
+    """Prefix of the rates' names in messages, such as the critic's; empty: the policy."""
     prefix: str
-    """What its section `scheduler` is inside of, with a point."""
+    """Prefix of the section `scheduler`, with a period."""
     lr_key: str
     lr: float
     weight_decay: float

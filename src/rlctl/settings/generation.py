@@ -110,8 +110,8 @@ class GenerationConfig(Section):
     env: dict[str, str] = {}
     """Environment variables of the engines' processes."""
     discard_weights: Annotated[bool, FREE] = False
-    """Engines that share GPUs with the policy discard their weights before a refit (vLLM's sleep level 2), instead of
-    copying them to host memory. The decoding check of the first refit shows whether a model allows it."""
+    """Let engines that share GPUs with the policy discard their weights before a refit (vLLM's sleep level 2), instead
+    of copying them to host memory. The decoding check of the first refit shows whether the model supports it."""
     memory_fraction: Annotated[Fraction | None, CHOSEN] = None
     """Fraction of a GPU's memory that vLLM may use."""
     kv_cache_bytes: Annotated[Bytes | None, CHOSEN] = None

@@ -81,9 +81,9 @@ class TextValidationConfig(ValidationConfig):
 
 
 VALIDATION_PREFIX = "validation/"
-"""In front of the names of validation's metrics, wherever they stand next to others."""
+"""Prefix of validation metrics that are shown or stored with other metrics."""
 MOST_ROLLOUTS = 1_000_000
-"""Rollouts of a step whose scalars the driver can hold and the planner can deal out."""
+"""Maximum number of rollouts in a step. The driver holds their scalars."""
 
 
 class BatchConfig(Section):
@@ -136,7 +136,7 @@ class GroupBatchConfig(BatchConfig):
 
 
 class OwnLossConfig(Section):
-    """A loss function of the user's in place of the method's."""
+    """A user's loss function, which replaces the method's."""
 
     function: str | None = None
     """Loss function `path/to/file.py:function` that replaces the method's loss. It takes a TokenBatch and returns the
@@ -144,7 +144,7 @@ class OwnLossConfig(Section):
     params: dict[str, Any] = {}
     """Settings of `function`: values of its keyword-only parameters."""
     needs: tuple[LogprobColumn, ...] | None = None
-    """Log-probs that are computed before training, for `function`; unset: those of the method."""
+    """Log-probs that rlctl computes before training for `function`; unset: the method's."""
 
 
 class TextLossConfig(OwnLossConfig):
@@ -213,18 +213,18 @@ class ClusterConfig(Section):
     start_timeout_s: Seconds = 600.0
     """Time limit for starting Ray and the workers."""
     step_timeout_s: Seconds | None = None
-    """Time limit of each wait during a step. Unset: an hour, and for calls of the policy that the run has measured ten
-    times the slowest so far, at least 5 minutes."""
+    """Time limit of each wait during a step. Unset: ten times the slowest call so far, at least 5 minutes, for calls of
+    the policy that the run has measured; an hour for other waits."""
     engine_restarts: NonNegative = 3
-    """Number of lost engines that a run replaces and refits; with 0 the run ends at the first loss."""
+    """Maximum number of lost engines that a run replaces and refits; 0: the first loss ends the run."""
     spare_nodes: Annotated[NonNegative, LAYOUT] = 0
-    """Number of the nodes that a run leaves free, to go on there when it loses one."""
+    """Number of nodes, of `cluster.nodes`, that stay free to replace lost nodes."""
     policy_restarts: NonNegative = 3
-    """Number of times that a run restarts its policy after it lost ranks; with 0 the run ends at the first loss."""
+    """Maximum number of restarts of the policy after a loss of ranks; 0: the first loss ends the run."""
 
     @property
     def step_limit_s(self) -> float:
-        """The limit of waits that no measurement bounds."""
+        """Time limit of waits without a measured limit."""
         return self.step_timeout_s or UNMEASURED_STEP_S
 
     @model_validator(mode="after")
@@ -247,8 +247,8 @@ class RunConfig(Section):
     method: Annotated[
         str | None, Flag("method", "Training method: grpo, sft, dpo, kto, rm or distill.", metavar="NAME")
     ] = None
-    """Training method, by the name of its command `rlctl train NAME`; unset: the command's, or in a file without it the
-    method that `run.algorithm` names."""
+    """Training method, with the name of its command `rlctl train NAME`. Unset: the command's method, or for a command
+    without one, such as `rlctl plan`, the method of `run.algorithm`."""
     algorithm: Annotated[
         str,
         Flag(
@@ -298,9 +298,9 @@ class RunConfig(Section):
     """Copy weights and optimizer states to host memory at a save, so that training goes on; false: copy nothing, and
     the next update waits until the checkpoint is written; unset: false on GPUs where host memory is short."""
     memory_checkpoint_every: Annotated[NonNegative | None, FREE] = None
-    """Interval, in steps, of checkpoints in the memory of hosts, from which a lost policy starts again
-    (`cluster.policy_restarts`). With several nodes, each node's part is also in another node's memory. 0: none; unset:
-    on GPUs where host memory has room, as often as copying takes at most 3% of the time."""
+    """Interval, in steps, of checkpoints in the hosts' memory, from which a lost policy restarts
+    (`cluster.policy_restarts`). With several nodes, another node has a copy of each node's part. 0: none; unset: on
+    GPUs with enough host memory, as often as copies take at most 3% of the time."""
     stop_within_s: Annotated[Seconds, FREE] = 300.0
     """Time limit for finishing and saving the current step after SIGTERM, SIGUSR1 or SIGHUP. Set it below the sender's
     grace period; the processes end within 15 s more."""
@@ -315,7 +315,7 @@ class RunConfig(Section):
     loggers: Annotated[tuple[str, ...] | None, FREE] = None
     """Loggers in addition to metrics.jsonl; unset: tensorboard, and wandb if WANDB_API_KEY is set."""
     heartbeat_url: Annotated[Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None, FREE] = None
-    """HTTP address of a monitoring service that receives a POST with run and step after each step; failures never end
+    """HTTP address of a monitoring service. It receives a POST with run and step after each step; failures never end
     the run. The manifest and the report store the address."""
     project: Annotated[str, Field(min_length=1), FREE] = "rlctl"
     """Name of the project in Weights & Biases and Trackio, and of the experiment in MLflow."""
