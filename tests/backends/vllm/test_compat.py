@@ -127,7 +127,7 @@ def test_vllm_says_what_it_refuses_of_several_replicas(found: dict[str, Any]) ->
 SHARED = """
 import json, os
 from contextlib import nullcontext
-from dataclasses import replace
+from types import SimpleNamespace
 import torch
 from vllm.utils import nccl
 from rlctl.backends.vllm.weights import write
@@ -150,7 +150,8 @@ def join(name, newer, device, group):
     nccl.pin_nccl_env({"NCCL_PROTO": "Simple", "NCCL_ALGO": "ring,tree;allreduce:tree", "NCCL_MAX_NCHANNELS": "1"})
     worker = WorkerWeights.__new__(WorkerWeights)
     worker.device, worker.receiver, worker._number, worker.layout = torch.device(device), None, 0, Layout(0, {}, ())
-    write.open_receiver = lambda *_: seen.update({name: settings()})
+    end = SimpleNamespace(receiver=lambda *_: seen.update({name: settings()}))
+    write.transport = lambda mover: end
     link = Connection("collective", 4096, ("policy rank 0",), ("engine 0 worker 0",), 30.0, group=group)
     try:
         worker.connect_own("engine 0", (link,))
