@@ -85,8 +85,8 @@ def test_a_lost_policy_host_is_replaced_by_a_spare_one_and_then_done_without(hos
         assert host_of(hosts, "engine-0", run_dir).name == engine
     said = said_in(log)
     assert "Traceback" not in said
-    assert len(re.findall(r"goes on from memory, where its state after step \d+ is", said)) == 2
-    assert "a host of the policy is lost: going on with" in said
+    assert len(re.findall(r"continues from its checkpoint in memory, of step \d+", said)) == 2
+    assert "a host of the policy is lost: continuing with" in said
     assert [line["step"] for line in lines] == [*range(1, len(lines) + 1)]
     steps = ("--steps", str(STEPS), "--set", "run.save_final=false", "--set", "cluster.ray_address=null")
     whole = tmp_path / "whole"

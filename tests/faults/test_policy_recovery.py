@@ -112,7 +112,7 @@ def test_a_lost_policy_goes_on_from_memory_after_the_last_step(tiny_llama, tmp_p
         wait_until_gone(workers, family)
     said = log.read_text()
     assert "Traceback" not in said
-    assert re.search(r"goes on from memory, where its state after step [234] is", said)
+    assert re.search(r"continues from its checkpoint in memory, of step [234]", said)
     assert not re.search(r"trains again on ([2-9]|\d\d) batch", said)
     lines = without_recovery(run_dir)
     assert lines == results(tmp_path / "whole")[: len(lines)]

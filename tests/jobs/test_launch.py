@@ -449,12 +449,12 @@ def test_a_resume_may_lay_the_run_out_anew(files, tiny_llama):
     assert (before.plan.training.parallel.pp, before.resolved.origin["training.pp"]) == (1, "planner")
     assert not [line for line in unchanged if "laid out" in line]
     after, said = go_on(files / "run", allow_changes=False, set_=["training.pp=2"])
-    assert [f"goes on as {after.plan.training.name()}" in line for line in said if "laid out" in line] == [True]
+    assert [f"continues as {after.plan.training.name()}" in line for line in said if "laid out" in line] == [True]
     assert (after.plan.training.parallel.pp, after.resolved.origin["training.dp"]) == (2, "planner")
     assert not [line for line in said if "although" in line]
     threads = before.config.training.threads
     _, said = go_on(files / "run", set_=[f"training.threads={threads + 1}"])
-    told = f"training.threads = {threads} and goes on with {threads + 1}: equal within rounding, not bitwise"
+    told = f"training.threads = {threads} and continues with {threads + 1}: equal within rounding, not bitwise"
     assert [told in line for line in said if "training computed" in line] == [True]
 
 
@@ -499,7 +499,7 @@ def test_a_backend_that_the_planner_chose_goes_on_unless_another_is_asked_for(fi
     )
     after, said = go_on(files / "run", set_=["training.dp=2"], backend="dtensor")
     assert after.plan.backend == "dtensor"
-    assert any("goes on as DP2 by dtensor" in line for line in said)
+    assert any("continues as DP2 by dtensor" in line for line in said)
     again, _ = go_on(files / "run", set_=["training.replicate=2", "training.dp=2"], backend="auto")
     assert again.plan.backend == "dtensor", "megatron has no copies of sharded weights"
     assert [
@@ -551,7 +551,7 @@ def test_changes_can_be_allowed_and_are_told(files, tiny_llama, tiny_llama_tied)
     begun(train(tiny_llama), files / "run")
     job, said = go_on(files / "run", allow_changes=True, model=str(tiny_llama_tied), prompts=4)
     assert job.config.batch.prompts == 4
-    assert sum("going on although" in line for line in said) == 2
+    assert sum("continuing although" in line for line in said) == 2
     assert any("`batch.prompts` = 4" in line for line in said)
 
 
@@ -571,7 +571,7 @@ def test_a_reward_function_or_a_chat_template_that_was_edited_is_a_change(files,
     with pytest.raises(InputError, match=said):
         go_on(files / "run")
     _, told = go_on(files / "run", allow_changes=True)
-    assert sum("going on although" in line for line in told) == 1
+    assert sum("continuing although" in line for line in told) == 1
 
 
 def test_a_damaged_run_directory_is_a_sentence(files, capsys):
@@ -603,7 +603,7 @@ def test_a_resume_with_other_engines_is_refused_and_with_other_packages_told(fil
     assert f"torch 1.13 was installed, and {metadata.version('torch')} is now" in shown
     assert "--allow-changes" in shown
     _, said = go_on(files / "run", allow_changes=True)
-    assert sum("going on although when the run was last started" in line for line in said) == 2
+    assert sum("continuing although when the run was last started" in line for line in said) == 2
 
 
 def test_a_manifest_that_was_edited_is_told(files, tiny_llama):
@@ -616,7 +616,7 @@ def test_a_manifest_that_was_edited_is_told(files, tiny_llama):
         go_on(files / "run")
     job, said = go_on(files / "run", allow_changes=True)
     assert job.config.batch.prompts == 3
-    assert "going on although manifest.json was edited since rlctl wrote it" in said
+    assert "continuing although manifest.json was edited since rlctl wrote it" in said
 
 
 def test_broken_metrics_are_named_and_an_empty_checkpoint_ignored_before_anything_starts(files, tiny_llama):

@@ -151,7 +151,7 @@ def test_a_run_resumed_under_other_layouts_computes_the_same_run(here, uninterru
         done = here(resume(run_dir, "--steps", str(steps), *layout(*sizes)))
         assert done.returncode == 0, done.stderr
         said = " ".join(done.stderr.split())
-        assert f"training was laid out as {before} and goes on as {after}" in said
+        assert f"training was laid out as {before} and continues as {after}" in said
         assert f"resuming after step {steps - 1}" in said
     same_run(results(uninterrupted[0]), results(run_dir))
 

@@ -65,7 +65,7 @@ def test_texts_may_be_longer_than_the_model_was_published_for(tiny_llama: Path) 
     found = open_model(longer, said.append)
     assert found.facts == published_facts(longer)
     assert found.facts.max_length == 4 * own
-    assert f"{own:,} positions, and goes on to {4 * own:,}" in said[0]
+    assert f"{own:,} positions, and is extended to {4 * own:,}" in said[0]
     made = json.loads((found.files.directory / "config.json").read_text())
     assert made["max_position_embeddings"] == 4 * own
     assert published_facts(longer.model_copy(update={"extend_positions": False})).max_length == own

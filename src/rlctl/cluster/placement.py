@@ -117,7 +117,9 @@ class Placement:
         import ray
 
         now, alive = self._nodes(), {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return tuple(one for one in self.bundles if one.node_id in alive and now.get(one.index) == one.node_id)
+        return tuple(
+            bundle for bundle in self.bundles if bundle.node_id in alive and now.get(bundle.index) == bundle.node_id
+        )
 
     def moved(self, bundles: Sequence[Bundle]) -> bool:
         """Whether `bundles` stand and some changed their node. A host that comes back counts as a new node."""

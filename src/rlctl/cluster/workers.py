@@ -299,8 +299,8 @@ class WorkerGroup(Generic[W_co]):
         return group
 
     def limit_s(self, method: str) -> float:
-        """Return the time limit of a call: ten times the slowest one of the method, at least five minutes, where the
-        group measures and the method has ended once; else `call_timeout_s`."""
+        """Return the time limit of a call. For a measured group, it is ten times the method's slowest call, at least
+        five minutes; before the method's first result, and for other groups, it is `call_timeout_s`."""
         slowest = self._slowest.get(method) if self._slowest is not None else None
         return self.call_timeout_s if slowest is None else max(LEAST_LIMIT_S, TIMES_SLOWEST * slowest)
 
@@ -309,7 +309,7 @@ class WorkerGroup(Generic[W_co]):
             self._slowest[method] = max(seconds, self._slowest.get(method, 0.0))
 
     def looks(self) -> dict[int, hangs.Look]:
-        """Have the ranks' processes write their stacks to their logs; return what each is doing, if known."""
+        """Make the ranks' processes write their stacks to their logs; return the known activities by rank."""
         if not self.pids:
             return {}
         places = [spec.bundles[0].node_id for spec in self.specs]
@@ -386,7 +386,7 @@ class WorkerGroup(Generic[W_co]):
     def gone(self) -> bool:
         """Whether a process is known to have ended."""
         calls = PendingCall(self.within(USAGE_LIMIT_S), "usage", [host.usage.remote() for host in self.hosts])
-        return any(isinstance(found, WorkerDiedError) for found in calls.outcomes())
+        return any(isinstance(outcome, WorkerDiedError) for outcome in calls.outcomes())
 
     def usage(self) -> list[Usage]:
         """Return the usage of the processes and their nodes, without ranks that do not answer in time."""
@@ -601,13 +601,13 @@ def _late(calls: Sequence[PendingCall[Any]], places: list[tuple[int, int]], time
     group, method = calls[index].group, calls[index].method
     tail, looks = group.log_tail(late[0]), dict[int, hangs.Look]()
     if timeout_s > USAGE_LIMIT_S:
-        with contextlib.suppress(Exception):  # the wait has ended, whatever keeps others from being looked at
+        with contextlib.suppress(Exception):  # a failed diagnosis must not hide the timeout
             looks = {rank: look for rank, look in group.looks().items() if rank in late}
-    found = f"{hangs.told(looks)} The stacks of all ranks are in {group.log_dir}." if looks else ""
+    cause = f"{hangs.told(looks)} The stacks of all ranks are in {group.log_dir}." if looks else ""
     measured = f", {TIMES_SLOWEST:.0f} times the slowest so far" if timeout_s != group.call_timeout_s else ""
     names = ", ".join(map(str, late))
     error = WaitTimeoutError(
-        f"{group.name} rank {names} did not finish `{method}` in {timeout_s:.0f} s{measured}. {found}".rstrip() + tail,
+        f"{group.name} rank {names} did not finish `{method}` in {timeout_s:.0f} s{measured}. {cause}".rstrip() + tail,
         "If the work is just slow, raise cluster.step_timeout_s (or cluster.start_timeout_s at the start).",
     )
     if len(behind := hangs.behind(looks)) == 1:

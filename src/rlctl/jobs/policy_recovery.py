@@ -159,10 +159,10 @@ class RunPolicy:
             if (size := self._job.plan.training.parallel.world_size) > places:
                 raise NoPlanError(f"the new plan needs {size} devices")
         except (NoPlanError, ConfigError, MachineError) as error:
-            self._display.say(f"a host of the policy is lost, and no plan fits the {places} device(s) left: {error}")
+            self._display.say(f"a host of the policy is lost, and no plan fits {places} device(s): {error}")
             return False
         self._display.say(
-            f"a host of the policy is lost: going on with {self._job.plan.name()} in place of {before.name()}; the "
+            f"a host of the policy is lost: continuing with {self._job.plan.name()} instead of {before.name()}; the "
             "numbers are the same within rounding, not bitwise"
         )
         spec = self._job.workers_spec()
@@ -176,7 +176,7 @@ class RunPolicy:
         saved = [checkpoint for checkpoint in self._run.checkpoints() if checkpoint.step <= most]
         least = saved[-1].step if saved else 0
         if self._memory is not None and (kept := self._memory.newest(least, most)) is not None:
-            self._display.say(f"the policy goes on from memory, where its state after step {kept[0]} is")
+            self._display.say(f"the policy continues from its checkpoint in memory, of step {kept[0]}")
             return kept
         intact_saves = intact(saved, self._run, self._workers.policy, self._display.say)
         return (0, None) if intact_saves is None else (intact_saves.step, intact_saves.policy)

@@ -80,7 +80,7 @@ def resumed_job(
     for change in [*changes, *content_changes(stored, job)]:
         if not allow_changes:
             raise _refusal(change)
-        tell(f"going on although {change}")
+        tell(f"continuing although {change}")
     if change := _layout_change(stored, job):
         tell(change)
     checkpoints = run.checkpoints()
@@ -123,10 +123,10 @@ def _layout_change(stored: dict[str, Any], job: Job) -> str | None:
     was, now_is = before.name(), now.parallel.name()
     if backend != job.plan.backend:
         return (
-            f"training was laid out as {was} by {backend} and goes on as {now_is} by {job.plan.backend}: the weights "
+            f"training was laid out as {was} by {backend} and continues as {now_is} by {job.plan.backend}: the weights "
             "are the same, and the optimizer's moments start from zero"
         )
-    return f"training was laid out as {was} and goes on as {now_is}: equal within rounding, not bitwise"
+    return f"training was laid out as {was} and continues as {now_is}: equal within rounding, not bitwise"
 
 
 def _thread_change(stored: dict[str, Any], job: Job) -> str | None:
@@ -134,7 +134,7 @@ def _thread_change(stored: dict[str, Any], job: Job) -> str | None:
     if None in (then, now) or then == now:
         return None
     return (
-        f"training computed with training.threads = {then} and goes on with {now}: equal within rounding, not bitwise"
+        f"training computed with training.threads = {then} and continues with {now}: equal within rounding, not bitwise"
     )
 
 

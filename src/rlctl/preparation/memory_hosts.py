@@ -62,7 +62,8 @@ class MemoryHosts:
             used, [free] = sum(host.call(MemoryFiles.files, step)[0].values()), host.call(MemoryFiles.free)
             if free < used:
                 node = host.specs[0].bundles[0].node
-                return f"one takes {used / 1e9:.3g} GB of {SHARED_MEMORY} on {node}, which has {free / 1e9:.3g} GB left"
+                left = f"{node}, which has {free / 1e9:.3g} GB left"
+                return f"a checkpoint takes {used / 1e9:.3g} GB of {SHARED_MEMORY} on {left}"
         return None
 
     def gather(self, step: int) -> Path | None:

@@ -125,7 +125,7 @@ def open_model(
     files = repositioned(files, model.max_position_embeddings, model.rope_scaling)
     facts = facts_in(files.directory)
     if most := _more_positions(facts, model):
-        tell(f"{files.label} has {facts.max_length:,} positions, and goes on to {most:,} (model.extend_positions)")
+        tell(f"{files.label} has {facts.max_length:,} positions, and is extended to {most:,} (model.extend_positions)")
         files = repositioned(files, most, {})
         facts = replace(facts, max_length=most)
     return NamedModel(files, facts)

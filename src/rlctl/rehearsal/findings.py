@@ -72,7 +72,7 @@ def short(value: Any, most: int = 60) -> str:
 def not_rehearsed(plan: Plan) -> list[tuple[str, str]]:
     """Return the properties that a rehearsal on CPUs cannot test, with the plan's predictions."""
     if plan.cluster.is_cpu:
-        return [("memory and speed", "those of a tiny model say nothing of the run's")]
+        return [("memory and speed", "a tiny model says nothing about the run's")]
     most = max(plan.memory.values(), key=lambda phase: phase.total).total / GIB
     gpus = f"{plan.cluster.gpus} x {plan.cluster.device.name.upper()}"
     return [

@@ -22,7 +22,7 @@ def write_stand_ins(planned: Planned, folder: Path, rehearsal: Rehearsal) -> Sta
     tokenizer, reason = write_model(folder / "model", config.model, plan)
     rehearsal.stand_ins.append(("model", f"a random {plan.facts.family} of two layers for {config.model.name}"))
     if reason is None:
-        rehearsal.done.append(("tokenizer", f"that of {config.model.tokenizer or config.model.name}"))
+        rehearsal.done.append(("tokenizer", f"from {config.model.tokenizer or config.model.name}"))
     else:
         rehearsal.stand_ins.append(("tokenizer", reason))
     teacher = None

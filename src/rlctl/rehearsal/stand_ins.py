@@ -78,7 +78,7 @@ def _tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase | None, str 
         )
         return load_tokenizer(directory, model), None
     except AbsentError as error:
-        return None, f"a generated one of {VOCAB_SIZE} tokens, with a template of its own; {error.message}"
+        return None, f"a generated one of {VOCAB_SIZE} tokens, with its own chat template; {error.message}"
 
 
 def names_of_data(config: RlctlConfig) -> Iterator[tuple[str, DataConfig, RewardConfig]]:

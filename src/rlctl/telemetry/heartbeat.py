@@ -54,5 +54,5 @@ class Heartbeat:
             self._told = False
         except (OSError, HTTPException, ValueError) as error:
             if not self._told:  # name the key, not the URL, which may contain a secret
-                self._tell(f"run.heartbeat_url failed after step {step} ({error}); the run goes on.")
+                self._tell(f"run.heartbeat_url failed after step {step} ({error}); the run continues.")
             self._told = True

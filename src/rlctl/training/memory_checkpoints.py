@@ -82,14 +82,14 @@ class MemoryCheckpoints:
 
     def _end(self, reason: str) -> None:
         self._every = 0
-        self._tell(f"no more checkpoints are taken to memory: {reason}")
+        self._tell(f"checkpoints in memory stop: {reason}")
 
     def _complete(self, step: int, done: Future[None]) -> None:
         try:
             deadline = time.monotonic() + self._limit_s
             while not self._policy.save_written(True):
                 if time.monotonic() > deadline:
-                    raise WaitTimeoutError(f"that of step {step} was not written in {self._limit_s:.0f} s.")
+                    raise WaitTimeoutError(f"the checkpoint of step {step} was not written in {self._limit_s:.0f} s.")
                 time.sleep(LOOK_S)
             digests = self._policy.save_finish(True)
             short = self._hosts.spread(step)

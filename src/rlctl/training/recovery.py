@@ -157,7 +157,7 @@ class Recovery(NoRecovery):
                 error.hint,
             ) from None
         self._causes.append(cause)
-        self._tell(f"the policy is lost ({cause}): starting it again ({self._restarts} of {self._limit} restarts)")
+        self._tell(f"the policy is lost ({cause}): restarting it ({self._restarts} of {self._limit} restarts)")
 
     def _repeat(self, begun: int, loop: Steps) -> None:
         """Train again on the batches since the state of step `begun`."""
@@ -169,7 +169,7 @@ class Recovery(NoRecovery):
                 "Save more often (run.checkpoint_every), or keep checkpoints in memory (run.memory_checkpoint_every).",
             )
         if again:
-            self._tell(f"the policy goes on after step {begun} and trains again on {len(again)} batch(es) since then")
+            self._tell(f"the policy continues after step {begun} and trains again on {len(again)} batch(es) since then")
         for trained in again:
             loop.step, loop.version = trained.step, trained.version
             loop.train_on(trained.batch)

@@ -26,10 +26,10 @@ def precompute_reference(
     parts: Iterable[tuple[str, TextStream, list[PromptRow], dict[str, Any]]],
     rows_at_once: int,
 ) -> None:
-    """Give streams of pairs the log-probs of their rows under the weights that the policy has now.
+    """Compute the log-probs of rows under the policy's current weights, and store them in their streams and in `path`.
 
-    Those that `path` holds are not computed again; it holds all of them afterwards. A part is a name, a stream, the
-    rows that the run will use, and what says of which data they are.
+    Log-probs in `path` are not computed again. A part is (name, stream, rows that the run will use, fingerprint of the
+    data).
     """
     stored = json.loads(path.read_text()) if path.exists() else {}
     for name, stream, rows, fingerprint in parts:

@@ -74,8 +74,8 @@ class Saver:
     def begin(self, step: int, state: dict[str, Any], write: Callable[[Path], None] = lambda _: None) -> None:
         """Take a snapshot after `step` and start writing it, once the save before it is complete.
 
-        `state` goes into the checkpoint: `version`, `source`, and `metrics`, which a run that is killed before it wrote
-        its metrics line finds there; `write` adds files of its own. Raises DivergenceError, and saves nothing, where
+        `state` goes into the checkpoint: `version`, `source`, and `metrics`, from which a resume restores the metrics
+        line if the run was killed before it wrote it. `write` adds files. Raises DivergenceError, and saves nothing, if
         parameters are not finite.
         """
         self.finish()
@@ -117,16 +117,16 @@ class Saver:
             except (OSError, RlctlError) as error:
                 self._tell(f"A checkpoint that is not to be kept could not be removed: {error}")
             done.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - it is raised where the save is waited for
+        except BaseException as error:  # noqa: BLE001 - `finish` raises it
             done.set_exception(error)
 
     def finish_if_written(self) -> None:
-        """Raise what went wrong with the save under way, if it has ended."""
+        """Raise the error of the current save, if it has ended with one."""
         if self._under_way is not None and self._under_way.done():
             self.finish()
 
     def finish(self, limit_s: float | None = None) -> None:
-        """Wait for the save under way, if there is one. Raises TimeoutError after `limit_s`."""
+        """Wait for the current save, if there is one. Raises its error, or TimeoutError after `limit_s`."""
         under_way = self._under_way
         if under_way is None:
             return
@@ -137,7 +137,7 @@ class Saver:
                 self._under_way = None
 
     def lose(self) -> None:
-        """Give up the save under way, the policy's processes being ended; its step can be saved again."""
+        """Drop the current save after the end of the policy's processes. Its step can be saved again."""
         try:
             self.finish()
         except (RlctlError, OSError) as error:
@@ -146,7 +146,7 @@ class Saver:
             self._begun = 0
 
     def close(self, tell: Callable[[str], None], *, at_once: bool = False) -> None:
-        """Wait for the save under way (`at_once`: seconds) at the end of a run; `tell` receives a loss."""
+        """Wait for the current save at the end of a run (`at_once`: only AT_ONCE_S seconds); `tell` receives a loss."""
         if self._under_way is None:
             return
         checkpoint = f"checkpoint of step {self._begun}"
@@ -163,9 +163,9 @@ class Saver:
 
 
 def newest_intact(run: RunDirectory, policy: PolicyClient, tell: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest checkpoint whose files are as they were written; `tell` reports which are passed over, and why.
+    """Return the newest checkpoint with undamaged files; `tell` receives each skipped checkpoint with the reason.
 
-    Those are no checkpoints of `run` from here on. Raises InputError where there are some and all are damaged.
+    `run` no longer lists the skipped checkpoints. Raises InputError if all checkpoints are damaged.
     """
     checkpoints = run.checkpoint_directories()
     if (checkpoint := intact(checkpoints, run, policy, tell)) is not None:
