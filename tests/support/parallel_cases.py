@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from rlctl.backends.base import Dtype, PolicySpec
@@ -683,3 +684,28 @@ def run_checkpoint_memory(
         worker.load_saved(directory)
     held = sum(value.nbytes for value in worker.parameters().values())
     return held, own, [(saving.peak, saving.gathered), (loading.peak, loading.gathered)]
+
+
+def run_communicators(
+    rank: int, case: Case, model: Model, batch: Batch, directory: Path
+) -> list[tuple[str, tuple[int, ...]]]:
+    """The groups of several ranks that a step and a save use on this rank: description and ranks. NCCL makes a
+    communicator for each at its first use."""
+    known = distributed_c10d._world.pg_map
+    every: Any = torch.distributed.group.WORLD
+    before, count = set(known) - {every}, sequence_of(every)
+    worker = make_worker(rank, case, model)
+    load_batch(worker, rank, case, batch)
+    worker.add_logprobs("old_logprobs")
+    worker.train_minibatch(0, Loss(), Optim().lr)
+    worker.save_begin(directory)
+    worker.save_finish()
+    # DTensor's cache of placements may use a group of an earlier case again. Groups of saves are gloo's on GPUs too.
+    own = set(known) - before - {*getattr(worker, "_save_groups", {}).values()}
+    used = [group for group in own if sequence_of(group) > (count if group is every else 0)]
+    return [(group.group_desc, tuple(torch.distributed.get_process_group_ranks(group))) for group in used]
+
+
+def sequence_of(group: Any) -> int:
+    """The number of collectives and messages of a group so far."""
+    return group._get_sequence_number_for_group() if group.size() > 1 else 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.costs.communicators import communicators
 from rlctl.planner.costs.parameters import (
     RankParameters,
     Stage,
@@ -178,12 +179,12 @@ def logit_bytes(
     return present * facts.vocab / choice.parallel.tp * per_entry
 
 
-def runtime_bytes(request: Request, choice: TrainingChoice) -> float:
-    """Return the bytes that a training process holds in addition to the model's tensors."""
+def runtime_bytes(request: Request, choice: TrainingChoice, *, trains: bool = True) -> float:
+    """Return the bytes that a process holds in addition to the model's tensors: a policy's, or (`trains` False) a
+    teacher's."""
     if request.cluster.is_cpu:
         return request.constants.cpu_policy_bytes
-    p = choice.parallel
-    groups = sum(size > 1 for size in (p.tp, p.pp, p.cp, p.ep, p.dp))
+    groups = communicators(request.facts, choice, trains=trains)
     return request.constants.runtime_bytes + groups * request.constants.communicator_bytes
 
 

@@ -95,7 +95,8 @@ def _choices(request: Request, devices: int, row_tokens: int) -> Iterator[Traini
 
 def _costed(request: Request, choice: TrainingChoice) -> TeacherPlan:
     cluster, facts = request.cluster, request.facts
-    whole = mem.logprobs_memory(request, choice, 0.0).parts
+    own = {"runtime": mem.runtime_bytes(request, choice, trains=False)}
+    whole = mem.logprobs_memory(request, choice, 0.0).parts | own
     states = [mem.state_bytes(facts, stage, choice) for stage in stages(facts, choice)]
     weights = max(state["weights"] for state in states)
     name, parts = request.of_teacher, ("activations", *(() if choice.valued else ("logits",)), "runtime")
