@@ -104,7 +104,7 @@ SPECIAL = (
     )), "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
     "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>",
 )  # fmt: skip
-"""The special tokens of these families beside those of the tiny models' tokenizer."""
+"""Special tokens of these families that the tiny models' tokenizer lacks."""
 
 
 def write_of_formats(directory: Path, special: tuple[str, ...] = SPECIAL) -> Path:

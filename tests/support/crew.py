@@ -118,7 +118,7 @@ def crew(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="session")
 def uninterrupted(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """The synchronous run of the crew, by the installed command in processes of its own."""
+    """The crew's synchronous run, by the installed command in separate processes."""
     run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
     done = finish(command(tiny_llama, run_dir, "--json"))
     assert done.returncode == 0, done.stderr

@@ -100,7 +100,7 @@ class Recorded:
 
     @staticmethod
     def _remains(name: str, files: Iterable[str]) -> bool:
-        """Return whether a line of which this run knows nothing is still about a test."""
+        """Return whether a line without a measurement in this run still belongs to an existing test."""
         file, _, function = name.partition("::")
         path = TABLE.parents[1] / file
         return path.exists() and (f"def {function}(" in path.read_text() if function else file not in files)

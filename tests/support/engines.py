@@ -1,4 +1,4 @@
-"""Generation engines that tests share: each is started once, in a process of its own, and refitted as tests need."""
+"""Generation engines that tests share: each starts once, in a separate process, and is refitted as tests need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts on one machine, out of namespaces: each has networks, a name, /tmp and /dev/shm of its own."""
+"""Simulated hosts on one machine, made of namespaces: each has separate networks, name, /tmp and /dev/shm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Host:
     other: str
 
     def inside(self, arguments: Sequence[str], **variables: str) -> list[str]:
-        """A command of this machine, as one that runs on the host, with environment variables."""
+        """Return a command that runs `arguments` on the simulated host, with environment variables."""
         set_ = [f"{name}={value}" for name, value in variables.items()]
         return ["nsenter", "-t", str(self.pid), "--net", "--mount", "--uts", "env", *set_, *arguments]
 

@@ -1,4 +1,4 @@
-"""What runs in the pool's processes for adapters, whatever backend trains, and the same in transformers and torch."""
+"""Functions for the pool's processes that train adapters with any backend, and references in transformers and torch."""
 
 from __future__ import annotations
 

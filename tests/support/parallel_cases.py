@@ -110,7 +110,7 @@ class Piece:
 
 
 class Loss:
-    """`reference.token_loss` behind the seam."""
+    """`reference.token_loss` as a method's loss."""
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
         loss = token_loss(

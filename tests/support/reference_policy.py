@@ -153,7 +153,7 @@ def recorded(kind: str, batch: dict[int, RolloutColumns]) -> dict[int, RolloutCo
 
 @contextmanager
 def choosing(columns: RolloutColumns, row: int) -> Iterator[None]:
-    """transformers' routers take the experts of the columns in place of their own, in the order of the layers."""
+    """Make transformers' routers choose the experts in the columns, in the order of the layers."""
     if ROUTED_EXPERTS not in columns.extra_T:
         yield
         return

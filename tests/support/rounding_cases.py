@@ -40,13 +40,13 @@ Found = dict[str, tuple[Tensor, Tensor]]
 
 
 def by_rule(master: Tensor, dtype: torch.dtype) -> Tensor:
-    """The plain form of the rule, not the one that is measured."""
+    """Round by the plain form of the rule, instead of the tested form."""
     bits = (bfloat16_bits if dtype == torch.bfloat16 else float16_bits)(master.contiguous().view(torch.int32))
     return bits.view(dtype)
 
 
 def agreement(found: Found) -> tuple[bool, int, int]:
-    """Whether all values are those of the rule; how many differ from rounding to nearest, and of how many."""
+    """Return (whether all values follow the rule, number that differ from rounding to nearest, number of values)."""
     same = all(torch.equal(computed, by_rule(master, computed.dtype)) for computed, master in found.values())
     differing = sum(int((computed != master.to(computed.dtype)).sum()) for computed, master in found.values())
     return same, differing, sum(master.numel() for _, master in found.values())

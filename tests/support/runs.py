@@ -68,7 +68,7 @@ def finish(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def started(arguments: list[str], log: Path):
-    """A run in the background; whatever is left of it at the end is killed."""
+    """A run in the background; at the end of the block its remaining processes are killed."""
     with log.open("w") as out:
         process = psutil.Popen(arguments, stdout=out, stderr=subprocess.STDOUT)
     with ended(process):
@@ -77,7 +77,7 @@ def started(arguments: list[str], log: Path):
 
 @contextlib.contextmanager
 def in_terminal(arguments: list[str], log: Path):
-    """A run in a terminal of its own: another process, which writes to `log` what is shown there until it is closed."""
+    """A run in a pseudo-terminal. Another process writes the terminal's output to `log` until the terminal closes."""
     ours, theirs = pty.openpty()
     with open(theirs, "wb", closefd=True) as out:
         process = psutil.Popen(

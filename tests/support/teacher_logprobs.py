@@ -1,4 +1,4 @@
-"""What runs inside the pool's processes for a student and its teacher, each a policy of its own."""
+"""Functions for the pool's processes with two policies: a student and its teacher."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Role(StrEnum):
 
 
 class Odd(Counting):
-    """Says what few environments say: half of a character, a role of a type of its own, a reward that is no number."""
+    """Returns unusual values: half of a surrogate pair, a role of an enumeration, a reward that is not a number."""
 
     stop = "</a>"
 

@@ -1,4 +1,4 @@
-"""Servers with NeMo Gym's protocol, on one address: the head server, and an agent whose model is behind a fixed one."""
+"""Servers with NeMo Gym's protocol at one address: the head server, and an agent."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ PLACEHOLDER, VOCAB, SIDE = 5, 61, 2
 
 
 def image(seed: int, start: int) -> MediaPart:
-    """An image of 2 x 3 tokens, each of which is a few numbers."""
+    """An image of 2 x 3 tokens with a few numbers each."""
     data = np.random.default_rng(seed).standard_normal((SIDE, SIDE + 1, 4)).astype(np.float32)
     return MediaPart("image", data, start, SIDE * (SIDE + 1), (PLACEHOLDER,))
 
 
 def grid_positions(tokens_T: np.ndarray, media: Sequence[MediaPart]) -> np.ndarray:
-    """Positions [3, T]: the count, and row and column, which within an image are those of its own grid."""
+    """Return positions [3, T]: the count, the row and the column; inside an image, row and column in its grid."""
     counts = np.arange(len(tokens_T))
     found = np.stack([counts, counts, counts])
     for part in media:

@@ -67,7 +67,7 @@ class Scorer:
 
 
 def answer(request: GroupRequest) -> SampledGroup:
-    """Samples of three tokens, of which the policy chose the first and the last."""
+    """Samples of three tokens. The policy chose the first and the last."""
     prompt, samples = len(request.prompt_tokens), len(request.seeds)
     length = prompt + 3
     mask = np.tile(np.array([False] * prompt + [True, False, True]), samples)

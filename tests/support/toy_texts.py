@@ -1,4 +1,4 @@
-"""A source and a loss from outside: texts of which some tokens are imitated, and others are made less likely."""
+"""A data source and a loss outside rlctl: the loss imitates some tokens of a text and makes others less likely."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class VisionCase:
     steps: int = 1
     lr: float = 0.0
     save: Path | None = None
-    """Where to save the weights after the steps. The log-probs are those of them."""
+    """Directory for the weights after the steps; the log-probs are computed with these weights."""
 
 
 def laid_out(case: Case, directory: Path) -> Case:
@@ -167,7 +167,7 @@ def reference(
 
 
 def rollout_difference(rank: int, case: Case, directory: Path, never: tuple[int, ...], results: list[Any]) -> float:
-    """The largest difference between what engines report of their tokens and what a rank computes of its own."""
+    """Return the largest difference between the engines' log-probs and a rank's, for the engines' tokens."""
     case = laid_out(case, directory)
     worker = make_worker(rank, case, directory, own_facts=facts_in(directory), never=never)
     columns = {result.group: result.columns for result in results}

@@ -538,7 +538,7 @@ def _next_done(
     import ray
 
     reported = list[dict[int, tuple[int, int]]]()
-    begun = said = time.monotonic()
+    begun = last_report = time.monotonic()
     pause_s = QUIET_S if look is None else HOST_LOOK_S
     while True:
         left = deadline - time.monotonic()
@@ -548,9 +548,9 @@ def _next_done(
             return done, rest
         if look is not None:
             look()
-        if time.monotonic() - said < QUIET_S:
+        if time.monotonic() - last_report < QUIET_S:
             continue
-        said = time.monotonic()
+        last_report = time.monotonic()
         before, reported = reported, [call.group.progress() for call in calls]
         if reported == before or not any(reported):
             waited_for = []

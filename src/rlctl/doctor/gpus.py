@@ -188,12 +188,12 @@ def check_links(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
 
 def check_numa(root: Path = Path("/")) -> Check:
     """Say whether ranks and engines are bound to the processors next to their GPUs (`cluster/numa.py`)."""
-    found = topology(root)
-    if len(found.processors) < 2:
+    numa = topology(root)
+    if len(numa.processors) < 2:
         return Check("numa", "ok", "one NUMA node: there is nothing to bind")
-    nodes = sorted(set(found.gpus.values()))
+    nodes = sorted(set(numa.gpus.values()))
     if not nodes:
-        detail = f"{len(found.processors)} NUMA nodes, and the kernel does not know which one each GPU is next to"
+        detail = f"{len(numa.processors)} NUMA nodes, and the kernel does not know which one each GPU is next to"
         return Check("numa", "ok", f"{detail}: nothing is bound")
     return Check("numa", "ok", f"each process is bound to the NUMA node of its GPU ({', '.join(map(str, nodes))})")
 

@@ -27,8 +27,8 @@ def calibrate(run: Path) -> tuple[Path, dict[str, float], list[PlannedAndMeasure
     Raises InputError if no phase was both measured and predicted.
     """
     rows, cluster = compare_run(run), recorded_plan(run)["cluster"]
-    known = cluster.get("factors") or {}
-    predicted = predicted_again(run) or {row.name: row.predicted / known.get(row.name, 1.0) for row in rows}
+    earlier_factors = cluster.get("factors") or {}
+    predicted = predicted_again(run) or {row.name: row.predicted / earlier_factors.get(row.name, 1.0) for row in rows}
     rows = [replace(row, predicted=predicted[row.name], suspect=None) for row in rows]
     factors = {
         row.name: row.measured / row.predicted

@@ -48,7 +48,7 @@ def open_task(name: str, config: RolloutConfig, limit: int | None) -> Task:
     Raises InputError for a task that does not exist, has no scorer, or cannot be fetched.
     """
     reward = config.reward
-    known = known_benchmark(name)
+    benchmark_entry = known_benchmark(name)
     if name == DRAWN_SHAPES:
         data = config.data.model_copy(update={"name": name, "params": {}, "size": None})
         dataset = open_prompts(data, seed=config.run.seed + MOST_QUESTIONS)
@@ -59,8 +59,8 @@ def open_task(name: str, config: RolloutConfig, limit: int | None) -> Task:
         data = config.data.model_copy(update={"name": name, "params": params, "size": None})
         dataset = open_prompts(data, seed=config.run.seed + MOST_QUESTIONS)
         reward = RewardConfig(extract=reward.extract, timeout_s=reward.timeout_s)
-    elif known is not None:
-        benchmark, path = known
+    elif benchmark_entry is not None:
+        benchmark, path = benchmark_entry
         data = benchmark.data(path)
         data = data.model_copy(
             update={

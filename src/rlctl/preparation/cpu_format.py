@@ -53,8 +53,8 @@ def with_cpu_format(resolved: Resolved, facts: ModelFacts, assume: str | None) -
     if rates is None or rates["bfloat16"] < LEAST_GAIN * rates["float32"]:
         return resolved
     narrow, wide = (rates[name] / 1e9 for name in ("bfloat16", "float32"))
-    found = f"{narrow:.0f} GFLOP/s in bfloat16, {wide:.0f} in float32"
-    return resolved.with_values({"model.dtype": "bfloat16"}, f"{PROBE}{found}")
+    measurement = f"{narrow:.0f} GFLOP/s in bfloat16, {wide:.0f} in float32"
+    return resolved.with_values({"model.dtype": "bfloat16"}, f"{PROBE}{measurement}")
 
 
 def format_notes(resolved: Resolved) -> list[str]:

@@ -25,12 +25,12 @@ def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase,
     ours_of, theirs_of = tokenizer.get_vocab(), theirs.get_vocab()
     different = sum(ours_of.get(token) != theirs_of.get(token) for token in ours_of.keys() | theirs_of.keys())
     special = set(tokenizer.all_special_ids) ^ set(theirs.all_special_ids)
-    if (different or special) and (named := config.named_teacher):
+    if (different or special) and (model := config.named_teacher):
         difference = (f"{different:,} tokens of their vocabularies differ" if different else
                 f"the special tokens differ ({', '.join(map(str, sorted(special)[:5]))})")  # fmt: skip
         raise InputError(
-            f"The teacher {named.model} does not read the tokens of {config.model.name}: {difference}.",
-            f"A teacher needs the policy's tokenizer: choose one of the same family.{named.other_tokenizer_hint}",
+            f"The teacher {model.model} does not read the tokens of {config.model.name}: {difference}.",
+            f"A teacher needs the policy's tokenizer: choose one of the same family.{model.other_tokenizer_hint}",
         )
 
 

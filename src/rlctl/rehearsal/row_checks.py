@@ -31,8 +31,8 @@ SCORED = 8
 def look_at_rows(job: Job, config: RlctlConfig, facts: ModelFacts, generated: Container[str]) -> list[str]:
     """Return notices about rows that a run of `config` would read, except rows of `generated` files. `job`: the
     rehearsal's."""
-    given = [dataset for dataset in job.prompts.datasets if dataset.prompts.label not in generated]
-    return [notice for dataset in given for notice in _notices_of_rows(job, dataset, config, facts)]
+    user_datasets = [dataset for dataset in job.prompts.datasets if dataset.prompts.label not in generated]
+    return [notice for dataset in user_datasets for notice in _notices_of_rows(job, dataset, config, facts)]
 
 
 def _notices_of_rows(job: Job, dataset: OpenedDataset, config: RlctlConfig, facts: ModelFacts) -> Iterator[str]:

@@ -81,8 +81,8 @@ class PageServer(ThreadingHTTPServer):
         totals["run_resumes_total"] = float(self.run.manifest().get(RESUMES, 0))
         return "".join(
             f'# TYPE {full} {kind}\n{full}{{run="{label}"}} {value!r}\n'
-            for kind, found in (("gauge", values), ("counter", totals))
-            for name, value in found.items()
+            for kind, series in (("gauge", values), ("counter", totals))
+            for name, value in series.items()
             for full in [f"rlctl_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"]
         )
 
@@ -106,8 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             if path in (LIVE, READY):
-                status, said = self.server.health(path)
-                self._answer(status, said.encode())
+                status, text = self.server.health(path)
+                self._answer(status, text.encode())
                 return
             if path == METRICS:
                 self._answer(HTTPStatus.OK, self.server.exposition().encode(), kind=EXPOSITION)

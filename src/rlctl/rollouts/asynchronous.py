@@ -223,9 +223,9 @@ class AsynchronousSource:
         engines = self._engines.engines
         shares: dict[object, list[GroupRequest]] = {engine: [] for engine in engines}
         with self._changed:
-            asked = {engine: len(self._asked.get(engine, ())) for engine in engines}
+            pending_count = {engine: len(self._asked.get(engine, ())) for engine in engines}
         for request in requests:
-            shares[min(engines, key=lambda engine: asked[engine] + len(shares[engine]))].append(request)
+            shares[min(engines, key=lambda engine: pending_count[engine] + len(shares[engine]))].append(request)
         for engine, share in shares.items():
             if not share:
                 continue

@@ -34,14 +34,14 @@ def precompute_reference(
     stored = json.loads(path.read_text()) if path.exists() else {}
     for name, stream, rows, fingerprint in parts:
         kept = stored.get(name, {})
-        known: ReferenceLogps = kept["logps"] if kept.get("data") == fingerprint else {}
-        stored[name] = {"data": fingerprint, "logps": known}
-        lacking = [row for row in rows if reference_key(row) not in known and not stream.brings_reference(row)]
+        logps: ReferenceLogps = kept["logps"] if kept.get("data") == fingerprint else {}
+        stored[name] = {"data": fingerprint, "logps": logps}
+        lacking = [row for row in rows if reference_key(row) not in logps and not stream.brings_reference(row)]
         for first in range(0, len(lacking), rows_at_once):
-            known |= _computed(policy, method, stream, lacking[first : first + rows_at_once])
+            logps |= _computed(policy, method, stream, lacking[first : first + rows_at_once])
             if first % (KEPT_EVERY * rows_at_once) == 0:  # a stopped run resumes from the written part
                 write_json(path, stored)
-        stream.reference = known
+        stream.reference = logps
     write_json(path, stored)
 
 

@@ -36,11 +36,11 @@ def finite(batch: TokenBatch) -> TokenBatch:
     columns = ("logprobs_R", "full_logprobs_R", "entropy_R", "rollout_logprobs_R", "old_logprobs_R",
                "old_full_logprobs_R", "reference_logprobs_R", "teacher_logprobs_R", "teacher_top_RK",
                "top_logprobs_RK")  # fmt: skip
-    given = {name: getattr(batch, name) for name in columns}
-    odd = {name: ~values.isfinite() for name, values in given.items() if values is not None}
+    columns_by_name = {name: getattr(batch, name) for name in columns}
+    odd = {name: ~values.isfinite() for name, values in columns_by_name.items() if values is not None}
     left_out = {name: odd_R & ~(batch.counted_R if odd_R.ndim == 1 else batch.counted_R[:, None])
                 for name, odd_R in odd.items()}  # fmt: skip
-    return replace(batch, **{name: given[name].masked_fill(here, 0.0) for name, here in left_out.items()})
+    return replace(batch, **{name: columns_by_name[name].masked_fill(here, 0.0) for name, here in left_out.items()})
 
 
 @dataclass(frozen=True)
