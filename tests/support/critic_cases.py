@@ -192,7 +192,7 @@ def run_critic_changed(
 def require_columns_and_steps(
     ranks: Sequence[Any], results: Sequence[Sequence[MinibatchResult | None]], expected: Critics
 ) -> None:
-    """Check that the ranks' columns and the results of their steps equal the reference's, and the policy is unchanged."""
+    """Check that the ranks' columns and step results equal the reference's, and that the policy is unchanged."""
     assert all(rank.policy_stayed for rank in ranks)
     for column in COLUMNS:
         found = {key: value for rank in ranks for key, value in rank.columns[column].items()}

@@ -51,7 +51,7 @@ class LoraChoice:
 
 @dataclass(frozen=True)
 class TrainingChoice:
-    """How the policy is trained: its parallel sizes, and what else is chosen with them."""
+    """The training half of a plan: parallel sizes, memory savings and precision."""
 
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
     micro_batch_tokens: int = 4096

@@ -73,7 +73,7 @@ class RlctlConfig(Section):
     """The sections of every training method."""
 
     step_metrics: ClassVar[tuple[str, ...]] = ()
-    """Metrics of a step by which checkpoints can be kept (`run.keep_best_by`), in addition to those of validation."""
+    """Step metrics that can rank checkpoints (`run.keep_best_by`), in addition to validation metrics."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

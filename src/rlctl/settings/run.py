@@ -22,7 +22,7 @@ class ValidationConfig(Section):
     at_start: Annotated[bool, FREE] = False
     """Validate before the first step too."""
     at_end: Annotated[bool, FREE] = False
-    """Validate after the last step too, whatever the interval."""
+    """Validate after the last step too, regardless of the interval."""
     data: Annotated[ValidationData, FREE] = ValidationData()
     holdout: NonNegative = 0
     """Number of prompts held out from training, chosen by `run.seed`; validation uses them if `validation.data.name` is

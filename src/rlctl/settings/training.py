@@ -19,7 +19,7 @@ from rlctl.config.section import (
 )
 
 LogprobColumn = Literal["old_logprobs", "reference_logprobs", "teacher_logprobs"]
-"""Log-probs of response tokens that are computed before training: by the policy's ranks, or by those of a teacher."""
+"""Log-probs of response tokens that the ranks of policy or teacher compute before training."""
 
 
 LORA_RANK = 16

@@ -42,7 +42,7 @@ class Agreement:
 
     @classmethod
     def from_config(cls, config: RolloutConfig, precision: str, needs: Collection[str]) -> Agreement:
-        """Return the limits that are set, and those of the precision where none is.
+        """Return the limits: the configured values, else the precision's.
 
         Where log-probs differ by more than rounding (see below), only limits that are set hold.
         """

@@ -32,7 +32,7 @@ def token_weights(response_tokens_N: np.ndarray, level: Level, divisor: float = 
     - `constant`: 1 / (n * divisor); the mean over rollouts of their token sums, by the same divisor for short and long
       ones (Dr. GRPO, arXiv 2503.20783, section 3.1; REINFORCE and RLOO with the divisor 1).
 
-    n counts the rollouts with response tokens. One without, or of which none is learned from, has weight 0.
+    n counts the rollouts with response tokens. A rollout without response or trained tokens has weight 0.
     """
     tokens_N = np.asarray(response_tokens_N, dtype=np.float64)
     rollouts = np.count_nonzero(tokens_N)

@@ -1,4 +1,4 @@
-"""The text part of a model that reads images, as a model of its own."""
+"""The text part of a multimodal model, as a separate model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss that the built-in algorithms share; each of them gives a surrogate of its own.
+"""The loss of the built-in algorithms. Each algorithm defines its surrogate.
 
     loss = w * surrogate(ratio, A) + kl_coefficient * KL(policy || reference) - entropy_coefficient * H(policy)
 

@@ -46,7 +46,7 @@ class AdvantageConfig(Section):
 
     @property
     def judges_turns(self) -> bool:
-        """Whether turns with a fault have an advantage of their own."""
+        """Whether turns with a fault get a separate advantage."""
         return (self.malformed_thinking, self.invalid_tool_call) != (None, None)
 
     @property

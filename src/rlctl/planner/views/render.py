@@ -246,7 +246,7 @@ def _memory_table(plan: Plan) -> list[str]:
 
 
 def _memory_checkpoints(plan: Plan) -> list[str]:
-    """Return the line on checkpoints in memory, where there are some or host memory is short."""
+    """Return the line about checkpoints in memory, if the plan has some or host memory is short."""
     request = plan.request
     if plan.training is None or request.memory_checkpoint_every == 0:
         return []
