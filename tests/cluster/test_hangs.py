@@ -91,10 +91,10 @@ def test_a_rank_that_waits_for_an_earlier_collective_is_behind():
     """Two ranks wait in different collectives of one group; a rank without a record is judged by its stack."""
     further = Look(open=(hangs.Collective("0:world", 9, "all_gather"),), last={"0:world": 9})
     early = Look("`load` (a.py:3)", (hangs.Collective("1:pair", 2, "send"),), {"0:world": 8, "1:pair": 2})
-    said = hangs.told({0: further, 3: early})
+    said = hangs.diagnosis({0: further, 3: early})
     assert said == "Rank 0 waits for other ranks in all_gather. Rank 3 is behind, it is in `load` (a.py:3)."
-    assert hangs.told({0: Look(in_torch=True), 1: Look()}) == "Rank 0 waits for other ranks. Rank 1 does not wait."
-    assert hangs.told({}) == ""
+    assert hangs.diagnosis({0: Look(in_torch=True), 1: Look()}) == "Rank 0 waits for other ranks. Rank 1 does not wait."
+    assert hangs.diagnosis({}) == ""
 
 
 def test_a_process_that_does_not_catch_the_signal_is_left_alone():

@@ -225,7 +225,7 @@ def behind(looks: Mapping[int, Look]) -> set[int]:
     }
 
 
-def told(looks: Mapping[int, Look]) -> str:
+def diagnosis(looks: Mapping[int, Look]) -> str:
     """Return sentences that name the ranks that wait in a collective, and the ranks that they wait for."""
     late = behind(looks)
     waiting = [rank for rank in looks if rank not in late]

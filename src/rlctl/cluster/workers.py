@@ -603,7 +603,7 @@ def _late(calls: Sequence[PendingCall[Any]], places: list[tuple[int, int]], time
     if timeout_s > USAGE_LIMIT_S:
         with contextlib.suppress(Exception):  # a failed diagnosis must not hide the timeout
             looks = {rank: look for rank, look in group.looks().items() if rank in late}
-    cause = f"{hangs.told(looks)} The stacks of all ranks are in {group.log_dir}." if looks else ""
+    cause = f"{hangs.diagnosis(looks)} The stacks of all ranks are in {group.log_dir}." if looks else ""
     measured = f", {TIMES_SLOWEST:.0f} times the slowest so far" if timeout_s != group.call_timeout_s else ""
     names = ", ".join(map(str, late))
     error = WaitTimeoutError(

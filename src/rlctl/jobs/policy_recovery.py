@@ -58,8 +58,8 @@ def recovery_of(
         return NoRecovery()
     memory = None
     if every := job.plan.memory_checkpoint_every:
-        assert workers.again is not None  # set by `start_run_workers`
-        hosts = MemoryHosts(workers.again.places, workers.again.start_memory, run.path / "memory_checkpoint")
+        assert workers.restarts is not None  # set by `start_run_workers`
+        hosts = MemoryHosts(workers.restarts.places, workers.restarts.start_memory, run.path / "memory_checkpoint")
         limit_s = job.config.cluster.step_limit_s
         memory = MemoryCheckpoints(workers.policy, hosts, every, limit_s, display.say)
     return Recovery(RunPolicy(job, run, workers, sync, memory, display), saver, limit, display.say)
@@ -69,9 +69,9 @@ def smaller(job: Job, nodes: int) -> Job:
     """Return the job with a new plan of the policy for `nodes` nodes. The engines keep their layout, unless they share
     the policy's devices. Raises the errors of `step_plan`."""
     decided = {key for key, origin in job.resolved.origin.items() if origin == PLANNER}
-    again = {key for key in decided if job.plan.colocated or not key.startswith("generation.")}
+    redecided = {key for key in decided if job.plan.colocated or not key.startswith("generation.")}
     fewer = {"cluster.nodes": nodes, "cluster.spare_nodes": 0}
-    resolved = job.resolved.replacing(fewer, "a lost host", without={*again, "training.dp"})
+    resolved = job.resolved.replacing(fewer, "a lost host", without={*redecided, "training.dp"})
     plan = step_plan(resolved.config, job.facts, job.method, job.prompts, None, None)
     refuse_unrunnable(plan)
     return replace(job, resolved=resolved.with_plan(plan), plan=plan)
@@ -90,9 +90,9 @@ class RunPolicy:
         display: Display,
     ) -> None:
         """`memory` None: the run keeps no checkpoints in the hosts' memory."""
-        assert workers.again is not None  # set by `start_run_workers`
+        assert workers.restarts is not None  # set by `start_run_workers`
         self._job, self._run, self._memory, self._display = job, run, memory, display
-        self._workers, self._again, self._sync = workers, workers.again, sync
+        self._workers, self._restarts, self._sync = workers, workers.restarts, sync
         self._teacher_lost = False
 
     def lost(self) -> list[RlctlError]:
@@ -102,9 +102,9 @@ class RunPolicy:
         return [*self._workers.policy.lost(), *of_teacher]
 
     def end(self) -> None:
-        self._again.policy.kill()
-        if self._teacher_lost and self._again.teacher is not None:
-            self._again.teacher.kill()
+        self._restarts.policy.kill()
+        if self._teacher_lost and self._restarts.teacher is not None:
+            self._restarts.teacher.kill()
         if self._memory is not None:
             self._memory.lose()
         if self._sync is not None:
@@ -118,12 +118,12 @@ class RunPolicy:
         policy, teacher = self._workers.policy, self._workers.teacher
         self._display.doing("starting the policy again")
         self._start_processes()
-        self._again.start_scorers()
+        self._restarts.start_scorers()
         if self._memory is not None:
             self._memory.renew()
         load_first(self._job, self._display, policy)
         if self._teacher_lost and teacher is not None:
-            self._again.start_teacher()
+            self._restarts.start_teacher()
             load_teacher(self._job, self._display, policy, teacher)
         step, directory = self._newest(newest)
         if directory is not None:
@@ -135,22 +135,22 @@ class RunPolicy:
         while True:
             self._find_places()
             try:
-                self._again.start_policy()
+                self._restarts.start_policy()
                 return
             except WorkerError:
-                if self._again.all_stand:
+                if self._restarts.all_stand:
                     raise
 
     def _find_places(self) -> None:
         """Update the bundles of the policy's ranks, or plan again for the remaining bundles."""
         try:
-            self._again.find_places(PLACE_S)
+            self._restarts.find_places(PLACE_S)
         except WaitTimeoutError:
             if not self._plan_again():
-                self._again.find_places(self._job.config.cluster.start_timeout_s)
+                self._restarts.find_places(self._job.config.cluster.start_timeout_s)
 
     def _plan_again(self) -> bool:
-        (places, lost), before = self._again.standing(), self._job.plan
+        (places, lost), before = self._restarts.standing(), self._job.plan
         try:
             if self._workers.teacher is not None:
                 raise NoPlanError("its teacher has no other layout")
@@ -166,7 +166,7 @@ class RunPolicy:
             "numbers are the same within rounding, not bitwise"
         )
         spec = self._job.workers_spec()
-        self._again.go_on_with(spec)
+        self._restarts.use_layout(spec)
         self._workers.policy.lay_out(spec.policy, spec.micro_batch_tokens)
         return True
 

@@ -69,7 +69,7 @@ class RunWorkers:
     """The scorer of validation."""
     teacher: PolicyClient | None = None
     """The teacher or the reward model."""
-    again: Again | None = None
+    restarts: Restarts | None = None
     """Restarts the policy's processes; None: the processes were not started by `start_run_workers`."""
 
     @property
@@ -187,8 +187,8 @@ def start_run_workers(
             if engines is not None:
                 engines.ready()
         client = EngineClient(engines, keeps=_on_several_nodes(start)) if engines is not None else None
-        again = Again(start, spec, processes, teacher_ranks, [*filter(None, (reward, validation))])
-        yield RunWorkers(spec, policy, senders, client, reward, validation, teacher, again)
+        restarts = Restarts(start, spec, processes, teacher_ranks, [*filter(None, (reward, validation))])
+        yield RunWorkers(spec, policy, senders, client, reward, validation, teacher, restarts)
 
 
 @contextlib.contextmanager
@@ -214,7 +214,7 @@ def meet(ranks: WorkerGroup[PolicyWorker], timeout_s: float) -> None:
     ranks.within(timeout_s).call(PolicyWorker.setup, port)
 
 
-class Again:
+class Restarts:
     """Restarts lost processes. The clients' groups then refer to the new processes."""
 
     def __init__(
@@ -256,7 +256,7 @@ class Again:
         left = place.standing()
         return len(left), len({bundle.node_id for bundle in place.bundles} - {bundle.node_id for bundle in left})
 
-    def go_on_with(self, spec: RunWorkersSpec) -> None:
+    def use_layout(self, spec: RunWorkersSpec) -> None:
         """Use another layout on the remaining bundles from the next start on."""
         self._spec = replace(self._spec, policy=spec.policy, micro_batch_tokens=spec.micro_batch_tokens)
         self._start.of_policy.bundles = self._start.of_policy.standing()

@@ -96,7 +96,7 @@ class Server:
         """`serve` gets the connection and a plan. It sends its first message once it can work, then answers requests
         until `EOFError`. The parent receives an RlctlError that it raises. `description` names the process in messages,
         such as `the scorers (exact-match)`."""
-        self._serve, self._what = serve, description
+        self._serve, self._description = serve, description
         self.process: subprocess.Popen[Any] | None = None
         self.connection: Connection | None = None
         """None: the process does not run."""
@@ -113,11 +113,11 @@ class Server:
         except TimeoutError as error:
             self.close()
             raise WaitTimeoutError(
-                f"The process of {self._what} was not ready within {START_TIMEOUT_S:.0f} s."
+                f"The process of {self._description} was not ready within {START_TIMEOUT_S:.0f} s."
             ) from error
         except EndedError as error:
             raise WorkerError(
-                f"The process of {self._what} died at its start ({error}).",
+                f"The process of {self._description} died at its start ({error}).",
                 "Its output is above, or in the log of the worker.",
             ) from error
         except BaseException:

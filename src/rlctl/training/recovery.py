@@ -161,15 +161,17 @@ class Recovery(NoRecovery):
 
     def _repeat(self, begun: int, loop: Steps) -> None:
         """Train again on the batches since the state of step `begun`."""
-        again = [trained for trained in self._since if trained.step >= begun]
+        batches = [trained for trained in self._since if trained.step >= begun]
         if self._since and begun < self._since[0].step:
             raise RlctlError(
                 f"The policy is back after step {begun}, and the batches of steps {begun + 1} to {self._since[0].step} "
                 "are no longer kept.",
                 "Save more often (run.checkpoint_every), or keep checkpoints in memory (run.memory_checkpoint_every).",
             )
-        if again:
-            self._tell(f"the policy continues after step {begun} and trains again on {len(again)} batch(es) since then")
-        for trained in again:
+        if batches:
+            self._tell(
+                f"the policy continues after step {begun} and trains again on {len(batches)} batch(es) since then"
+            )
+        for trained in batches:
             loop.step, loop.version = trained.step, trained.version
             loop.train_on(trained.batch)
