@@ -55,7 +55,8 @@ def test_each_process_of_an_engine_has_as_many_devices_of_one_node() -> None:
 def test_variables_of_the_user_reach_training_processes_and_win() -> None:
     training = TrainingConfig(env={"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "2"})
     env = policy_environment(1, "cpu", training)
-    assert env == {"OMP_NUM_THREADS": "2", "THP_MEM_ALLOC_ENABLE": "1", "NCCL_ALGO": "Ring"}
+    recorder = {"TORCH_FR_BUFFER_SIZE": "2000"}
+    assert env == {"OMP_NUM_THREADS": "2", "THP_MEM_ALLOC_ENABLE": "1", "NCCL_ALGO": "Ring", **recorder}
     on_gpus = policy_environment(None, "cuda", training)
     assert on_gpus == {
         "OMP_NUM_THREADS": "2",

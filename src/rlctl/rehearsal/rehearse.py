@@ -20,7 +20,7 @@ from rlctl.jobs.backend_arguments import differences
 from rlctl.jobs.shown_run import about
 from rlctl.preparation.job import Job, prepare_job
 from rlctl.preparation.located import ASSUMED_GPU, Located
-from rlctl.preparation.named import name_run
+from rlctl.preparation.named import CLOCK, TIME, name_run
 from rlctl.preparation.open_model import published_facts, published_teacher
 from rlctl.preparation.planned import Planned, plan_run
 from rlctl.processes.child import call_in_child
@@ -60,7 +60,10 @@ def rehearse(resolved: Resolved, tell: Tell, *, quiet: bool, keep: Path | None =
 def _rehearse(planned: Planned, folder: Path, rehearsal: Rehearsal, tell: Tell, quiet: bool) -> None:
     config, plan = planned.config, planned.early
     stand_ins = write_stand_ins(planned, folder, rehearsal)
-    large = planned.resolved.with_plan(plan)
+    resolved = planned.resolved
+    if resolved.origin[TIME] == CLOCK:  # the rehearsed run and its resume each decide whether to keep the time
+        resolved = resolved.deciding((), [TIME])
+    large = resolved.with_plan(plan)
     small = shrunk(large, plan, stand_ins)
     rehearsal.shrunk, left_out = changes(large, small)
     rehearsal.left_out += [(value.key, f"{short(value.was)}: only GPUs compute or need it") for value in left_out]
