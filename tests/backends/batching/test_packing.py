@@ -70,6 +70,15 @@ def test_every_rollout_once_in_rows_that_fit(
         assert shard.columns == {group: columns[group] for group in needed}
 
 
+def test_parts_of_a_group_that_meet_in_a_row_count_one_prompt() -> None:
+    """Each group is divided, since two short completions fill a row that two whole groups leave open."""
+    rows = [row for group, lengths in enumerate(([41], [1, 57], [1, 57])) for row in group_rows(group, 1, lengths)]
+    plan = plan_batch([rows], dict.fromkeys(range(3), "h"), dp=1, micro_batch_tokens=LIMIT)
+    held = [[(row.position, row.sample) for row in micro] for micro in plan.shards[0].minibatches[0]]
+    assert held == [[(0, 0), (1, 1)], [(1, 0), (2, 0), (2, 1)]]
+    assert plan.stats.tokens == (1 + 41) + (1 + 57) + (1 + 1) + (1 + 1 + 57)
+
+
 def test_a_group_that_does_not_fit_one_row_gets_two_copies_of_its_prompt() -> None:
     rows = group_rows(0, 40, [30, 30, 30, 30])
     plan = plan_batch([rows], {0: "h"}, dp=1, micro_batch_tokens=LIMIT)

@@ -99,7 +99,7 @@ def plan_batch(
         groups = sorted({rollout.position for rows in minis for micro in rows for rollout in micro})
         shards.append(BatchShard({group: columns[group] for group in groups}, minis, share, dynamic))
     unshared = sum(rollout.tokens for rollouts in minibatches for rollout in rollouts)
-    return BatchPlan(tuple(shards), _stats(ranks, unshared, multiple, dynamic))
+    return BatchPlan(tuple(shards), _stats(ranks, unshared, multiple, share=share, rectangular=dynamic))
 
 
 def row_tokens(micro_batch: Iterable[WeightedSequence], share_prompts: bool) -> int:
@@ -225,10 +225,13 @@ def _micro_batch(units: list[PackingUnit]) -> MicroBatch:
     return tuple(rollout for unit in ordered for rollout in unit.rollouts)
 
 
-def _stats(ranks: list[list[list[list[PackingUnit]]]], unshared: int, multiple: int, rectangular: bool) -> PackingStats:
+def _stats(
+    ranks: list[list[list[list[PackingUnit]]]], unshared: int, multiple: int, *, share: bool, rectangular: bool
+) -> PackingStats:
     tokens = padded = 0
     for units in (units for rows in ranks for row_units in rows for units in row_units):
-        used = length = sum(unit.tokens for unit in units)
+        # Parts of a group that meet in a row share the prompt again.
+        used = length = row_tokens(_micro_batch(units), share)
         if rectangular and units:
             length = len(units) * max(unit.tokens for unit in units)
         tokens += used
