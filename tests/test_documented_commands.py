@@ -206,6 +206,7 @@ def test_make_has_every_target() -> None:
         assert done.returncode == 0, f"{command}: {done.stderr}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", of_kind("here"))
 def test_commands_that_only_look(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here(command) == 0, capsys.readouterr().err
@@ -299,6 +300,7 @@ def question_of(command: str) -> str:
     return QUESTIONS[given.get("--env", given["--preset"])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", trained_commands())
 def test_first_prompts(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -223,6 +223,7 @@ def test_the_transport_takes_weights_through_a_store(
     slots.kill()
 
 
+@pytest.mark.long
 def test_the_transport_is_planned_and_checked(package: Path, tiny_llama: Path) -> None:
     words = ["--model", str(tiny_llama), "--gpu", "cpu", "--set", "refit.mover=object-store"]
     store = ["--set", "refit.directory=memory://weights"]
@@ -239,6 +240,7 @@ def test_the_transport_is_planned_and_checked(package: Path, tiny_llama: Path) -
     assert (wrong.returncode, "'disk' or 'object-store'" in wrong.stderr) == (2, True)
 
 
+@pytest.mark.long
 def test_the_adapter_asks_until_the_answer_is_right(package: Path, installed: None, tiny_llama: Path) -> None:
     adapter: Any = load_named("rlctl.environments", "reasoning-attempts", {})
     game = adapter("chain_sum", attempts=3, min_terms=2, max_terms=2)

@@ -209,6 +209,7 @@ def test_layers_that_a_cpu_engine_has_no_kernels_for_are_named_before_anything_i
     assert f"{tmp_path} has {what}, which this vLLM supports only on GPUs" in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "asked",
     [

@@ -42,6 +42,7 @@ def test_a_gym_task_gives_the_questions_of_the_package() -> None:
         assert source[index].fields["metadata"] == theirs[index]["metadata"]
 
 
+@pytest.mark.long
 def test_gym_questions_follow_the_run_seed_unless_given_their_own() -> None:
     def first(run_seed: int, **params: int) -> str:
         return open_prompts(DataConfig(name="reasoning-gym:chain_sum", params=params), seed=run_seed)[0].prompt
@@ -63,6 +64,7 @@ def test_tasks_that_draw_are_there_although_what_they_draw_with_comes_later() ->
     assert len(json.loads(row.answer)) == 3
 
 
+@pytest.mark.long
 def test_gym_fingerprint_tells_parameters_and_seeds_apart() -> None:
     def fingerprint(seed: int, **params: int) -> dict:
         return open_prompts(DataConfig(name="reasoning-gym:gcd", params=params), seed=seed).fingerprint()

@@ -367,6 +367,7 @@ def test_fix_repairs_and_says_what_it_did() -> None:
     expect(repaired(Check("x", "fail", "detail", "do it", refuse)), "fail", "could not be fixed: no")
 
 
+@pytest.mark.long
 def test_ranks_sum_a_tensor() -> None:
     expect(network.check_ranks(0), "ok", "gloo")
 

@@ -20,6 +20,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     return read_metrics(run / "metrics.jsonl")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", STEPS)
 def test_run_leaves_every_step_its_report_and_its_checkpoint(crew: Crew, name: str) -> None:
     run, _ = crew(name)

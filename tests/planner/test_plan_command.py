@@ -152,6 +152,7 @@ def test_the_arithmetic_of_two_plans(capsys: pytest.CaptureFixture[str]) -> None
     assert [any("8.030B" in line for line in lines) for lines in json.loads(out)["explain"]] == [True, True]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", ["laptop", "1gpu", "1node", "2nodes", "8nodes", "long-context", "moe-large"])
 def test_every_preset_has_a_plan_for_a_model_of_its_size(capsys: pytest.CaptureFixture[str], preset: str) -> None:
     models = {"1gpu": "Qwen/Qwen3-0.6B", "1node": "meta-llama/Llama-3.1-8B", "2nodes": "Qwen/Qwen3-32B"}
@@ -367,6 +368,7 @@ def test_the_cheapest_change_is_one_that_runs_and_fits(capsys: pytest.CaptureFix
     assert json.loads(out)["runnable"]
 
 
+@pytest.mark.long
 def test_the_smallest_machine_is_the_first_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     node = ["plan", "--model", "Qwen/Qwen3-235B-A22B", "--gpu", "h100", "--gpus-per-node", "8"]
     code, _, err = rlctl(capsys, *node)
@@ -399,6 +401,7 @@ def test_a_field_for_experts_is_passed_to_a_model_with_experts(capsys: pytest.Ca
     assert json.loads(out)["arguments"]["megatron"]["moe_router_dtype"] == "fp64"
 
 
+@pytest.mark.long
 def test_nodes_that_no_layout_divides_are_told_of_fewer(capsys: pytest.CaptureFixture[str]) -> None:
     many = ["plan", "--model", "deepseek-ai/DeepSeek-V3", "--gpu", "h100", "--gpus-per-node", "8", "--colocated"]
     many += ["--backend", "megatron"]  # the other backend has a plan

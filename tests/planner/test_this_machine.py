@@ -141,6 +141,7 @@ def test_memory_of_control_groups(tmp_path: Path) -> None:
     assert granted_memory(tmp_path, own) == machine
 
 
+@pytest.mark.long
 def test_doctor_wants_what_the_plan_needs(card) -> None:
     card("NVIDIA GeForce RTX 4090", 24564)
     found = wanted(config("model.name=Qwen/Qwen3-32B"))

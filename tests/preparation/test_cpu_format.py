@@ -52,6 +52,7 @@ def test_bfloat16_is_chosen_where_its_products_are_one_and_a_half_times_as_fast(
     assert with_cpu_format(on_gpus, LLAMA_8B, "h100").config.model.dtype == "auto"
 
 
+@pytest.mark.long
 def test_the_probe_runs_once_for_each_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_format, "cache_directory", lambda: tmp_path)
     first = measured_rates(64, 128)

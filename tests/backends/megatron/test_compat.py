@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # A process of its own: what is patched stays patched.
 CODE = """
 import dataclasses, torch
@@ -42,6 +44,7 @@ print("filled")
 """
 
 
+@pytest.mark.long
 def test_megatrons_own_layers_do_without_a_transformer_engine_that_cannot_be_imported(tmp_path: Path) -> None:
     """As one is that was built for another torch, on a machine with a GPU. Where its layers are wanted, it is named."""
     package = tmp_path / "transformer_engine"

@@ -74,6 +74,7 @@ def test_a_conversion_by_nemo_rl_is_named_and_not_taken(
     assert said == []
 
 
+@pytest.mark.long
 def test_a_model_is_converted_once(tiny_llama: Path, home: Path) -> None:
     source = resolve_model(str(tiny_llama))
     said: list[str] = []

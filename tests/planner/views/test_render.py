@@ -54,6 +54,7 @@ def test_a_plan_says_where_the_cache_bounds_concurrency_and_only_there(capsys: p
     assert "bounds" not in roomy
 
 
+@pytest.mark.long
 def test_every_time_has_a_range_also_on_a_cpu_and_a_narrower_one_after_a_calibration(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
