@@ -92,7 +92,7 @@ def compare_checks(answers: Mapping[str, Sequence[Check] | str]) -> Iterator[Che
         for check in () if isinstance(checks, str) else checks:
             by_name.setdefault(check.name, {})[node] = check
     for name, by_node in by_name.items():
-        worst = max((check.status for check in by_node.values()), key=WORSE.index)
+        worst = WORSE[max(WORSE.index(check.status) for check in by_node.values())]
         details: dict[str, list[str]] = {}
         for node, check in by_node.items():
             if check.status == worst:

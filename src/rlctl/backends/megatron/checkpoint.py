@@ -105,6 +105,7 @@ def spread_over_data_ranks() -> FullyParallelSaveStrategyWrapper:
     """Return a way of saving for one model and optimizer in which each of the data-parallel ranks, which hold the same
     weights, writes a part of them. It keeps the division, so that only the first save exchanges it."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    assert not isinstance(group, int)  # Megatron's type includes -1, for a rank without a group
     return FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group, do_cache_distribution=True)
 
 
