@@ -78,7 +78,7 @@ def smaller(job: Job, nodes: int) -> Job:
 
 
 class RunPolicy:
-    """Implements `training.recovery.TrainedPolicy` with a run's processes and checkpoints."""
+    """Implements `TrainedPolicy` (training/recovery.py) with a run's processes and checkpoints."""
 
     def __init__(
         self,

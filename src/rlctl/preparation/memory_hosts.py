@@ -18,7 +18,7 @@ Starts = Callable[[Bundle, str], WorkerGroup[MemoryFiles]]
 
 
 class MemoryHosts:
-    """Implements `training.memory_checkpoints.Hosts` with one process per Ray node."""
+    """Implements `Hosts` (training/memory_checkpoints.py) with one process per Ray node."""
 
     def __init__(self, bundles: Callable[[], Sequence[Bundle]], start: Starts, shared: Path) -> None:
         """`bundles` returns the policy's current bundles. `shared`: a folder on a file system that all hosts share."""
