@@ -64,6 +64,8 @@ def test_variables_of_the_user_reach_training_processes_and_win() -> None:
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "NCCL_ALGO": "Ring",
+        **recorder,
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
 
 
