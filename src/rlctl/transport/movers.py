@@ -62,7 +62,8 @@ class Transport(TransportFacts):
     """A transport: its facts, and both ends of a channel."""
 
     def make_staging(self, channel: Channel, device: torch.device) -> Staging:
-        """Make the staging memory of a channel, on the rank that shares it with others (`shares`)."""
+        """Make the staging memory of a channel, on the rank that shares it with others. Called only if `shares` is
+        true; a transport that shares nothing has no staging memory."""
         raise NotImplementedError
 
     @abstractmethod

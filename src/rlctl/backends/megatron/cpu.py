@@ -323,7 +323,7 @@ def _exchange_uneven_parts() -> None:
 
 
 def _use_few_passes() -> None:
-    """Replace functions that a compiler would have fused by those of `lean`."""
+    """Replace functions that Megatron leaves to a compiler with the functions of `lean`."""
     from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.models.common.embeddings import rope_utils
 
