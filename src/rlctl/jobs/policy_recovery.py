@@ -65,13 +65,25 @@ def recovery_of(
     return Recovery(RunPolicy(job, run, workers, sync, memory, display), saver, limit, display.say)
 
 
-def smaller(job: Job, nodes: int) -> Job:
-    """Return the job with a new plan of the policy for `nodes` nodes. The engines keep their layout, unless they share
-    the policy's devices. Raises the errors of `step_plan`."""
+def smaller(job: Job, nodes: int, devices: int) -> Job:
+    """Return the job with a new plan of the policy for `nodes` nodes, of which Ray left it `devices` devices. The
+    engines keep their layout, unless they share the policy's devices. Raises the errors of `step_plan`, and NoPlanError
+    if no layout has so few ranks."""
+    planned = _planned_for(job, {"cluster.nodes": nodes, "cluster.spare_nodes": 0})
+    assert planned.plan.training is not None  # the run trains
+    layout = planned.plan.training.parallel
+    if layout.world_size <= devices:
+        return planned
+    # The planner counts the cores of a CPU node, of which Ray may offer fewer.
+    if not (replicas := devices // (layout.world_size // layout.dp)):
+        raise NoPlanError(f"the new plan needs {layout.world_size // layout.dp} devices")
+    return _planned_for(job, {"cluster.nodes": nodes, "cluster.spare_nodes": 0, "training.dp": replicas})
+
+
+def _planned_for(job: Job, changes: dict[str, int]) -> Job:
     decided = {key for key, origin in job.resolved.origin.items() if origin == PLANNER}
     redecided = {key for key in decided if job.plan.colocated or not key.startswith("generation.")}
-    fewer = {"cluster.nodes": nodes, "cluster.spare_nodes": 0}
-    resolved = job.resolved.replacing(fewer, "a lost host", without={*redecided, "training.dp"})
+    resolved = job.resolved.replacing(changes, "a lost host", without={*redecided, "training.dp"})
     plan = step_plan(resolved.config, job.facts, job.method, job.prompts, None, None)
     refuse_unrunnable(plan)
     return replace(job, resolved=resolved.with_plan(plan), plan=plan)
@@ -154,10 +166,7 @@ class RunPolicy:
         try:
             if self._workers.teacher is not None:
                 raise NoPlanError("its teacher has no other layout")
-            self._job = smaller(self._job, before.cluster.nodes - lost)
-            assert self._job.plan.training is not None  # the run trains
-            if (size := self._job.plan.training.parallel.world_size) > places:
-                raise NoPlanError(f"the new plan needs {size} devices")
+            self._job = smaller(self._job, before.cluster.nodes - lost, places)
         except (NoPlanError, ConfigError, MachineError) as error:
             self._display.say(f"a host of the policy is lost, and no plan fits {places} device(s): {error}")
             return False
