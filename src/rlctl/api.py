@@ -84,7 +84,7 @@ def generate(
 ) -> list[dict[str, Any]]:
     """Return a record for each prompt: `prompt`, and `completions` with text, token_ids, logprobs and finish_reason.
 
-    The weights are those of `model.name`, or with `run_dir` those of a run's checkpoint: of `step`, or the newest.
+    `model.name` has the weights, or with `run_dir` a run's checkpoint: of `step`, or the newest.
     """
     with installed_engines():
         from rlctl.jobs.completion_job import completion_job
@@ -114,8 +114,8 @@ def evaluate(
     """Return how often models answer tasks rightly, as `rlctl eval --json` has it: for each task and model a dictionary
     of `task`, `model`, `samples` and `metrics`, whose entries have `value` and `stderr`.
 
-    Evaluated are the checkpoints of `run_dirs` (those of `steps`, or the newest of each), then `models`; where neither
-    is given, `model.name`. `n` is the number of samples of each prompt, `k` lists those of pass@k, `limit` is the
+    Evaluates the checkpoints of `run_dirs` (of `steps`, or the newest of each), then `models`; without either,
+    `model.name`. `n` is the number of samples of each prompt, `k` lists those of pass@k, `limit` is the
     number of prompts of each task, and `output` names a file of samples, which a second call goes on with.
 
     Raises InputError for a task or model that is wrong, and NoPlanError where a model does not fit.

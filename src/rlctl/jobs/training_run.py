@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from functools import partial
+from typing import Any
 
 from rlctl.cluster.ray_health import dead_process, require_processes
 from rlctl.cluster.ray_session import BesideSession
@@ -20,7 +21,7 @@ from rlctl.jobs.run_weights import converted, keep_reference_logprobs, load_newe
 from rlctl.methods.available import command_of
 from rlctl.preparation.job import Job
 from rlctl.preparation.manifest import manifest_of
-from rlctl.preparation.run_workers import start_run_workers
+from rlctl.preparation.run_workers import RunWorkers, start_run_workers
 from rlctl.runs.directory import RunDirectory
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
@@ -93,44 +94,58 @@ def _train(
         workers = stack.enter_context(
             start_run_workers(job.workers_spec(), run.logs, display.doing, load, ray.early, display.say)
         )
-        policy = workers.policy
-        if isinstance(job.method, PrecomputesReference) and job.method.reference_before_training:
-            display.doing("log-probs of the reference model")
-            keep_reference_logprobs(job, run, policy)
-        resume_from = load_newest(run, policy, display, manifest) if resume else None
-        loggers = open_loggers(job, run, resume_from, display, stack)
-        sync = None
-        if workers.engines is not None:
-            trained = resume_from is not None or not job.config.turn_tokens
-            sync = open_weight_sync(job, workers, None if trained else job.base_model, display, stack)
-        agreement = job.method.agreement(job.dtype) if isinstance(job.method, SampledByEngines) else None
-        if agreement is not None and agreement.note:
-            display.say(agreement.note)
-        saver = Saver(run, policy, job.config, display.say)
-        stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
-        timer = StepTimer()
-        timer.watch, display.progress = display.phase, progress_of(workers, job.config.batch)
-        rollouts = stack.enter_context(rollouts_of(job, workers, sync, timer, display))
-        journal = RunJournal(job, run, display, loggers, Machine(workers, sync))
-        validation = validation_of(job, workers, policy, sync, journal)
-        step, version = restored(resume_from, rollouts, validation)
-        parts = Parts(
-            source=rollouts,
-            method=job.method,
-            policy=policy,
-            sync=sync if job.config.turn_tokens else None,
-            saver=saver,
-            journal=journal,
-            agreement=agreement,
-            health=Health(job.config.checks),
-            timer=timer,
-            validation=validation,
-            critic=job.method.open_critic(policy) if isinstance(job.method, HasCritic) else None,
-            recovery=recovery_of(job, run, workers, sync, saver, display),
-        )
+        parts, step, version = _open_parts(job, run, workers, display, manifest, resume, stack)
         steps = loop(job.config, parts, step=step, version=version)
         interrupted = steps.run(stop)
         if steps.step < job.config.run.steps:
             require_processes()
         keep_memory(run, workers, display)
         return steps.step, interrupted
+
+
+def _open_parts(
+    job: Job,
+    run: RunDirectory,
+    workers: RunWorkers,
+    display: Display,
+    manifest: dict[str, Any],
+    resume: bool,
+    stack: contextlib.ExitStack,
+) -> tuple[Parts, int, int]:
+    """Return the loop's parts, which `stack` closes, and the step and version that the run continues from."""
+    policy = workers.policy
+    if isinstance(job.method, PrecomputesReference) and job.method.reference_before_training:
+        display.doing("log-probs of the reference model")
+        keep_reference_logprobs(job, run, policy)
+    resume_from = load_newest(run, policy, display, manifest) if resume else None
+    loggers = open_loggers(job, run, resume_from, display, stack)
+    sync = None
+    if workers.engines is not None:
+        trained = resume_from is not None or not job.config.turn_tokens
+        sync = open_weight_sync(job, workers, None if trained else job.base_model, display, stack)
+    agreement = job.method.agreement(job.dtype) if isinstance(job.method, SampledByEngines) else None
+    if agreement is not None and agreement.note:
+        display.say(agreement.note)
+    saver = Saver(run, policy, job.config, display.say)
+    stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
+    timer = StepTimer()
+    timer.watch, display.progress = display.phase, progress_of(workers, job.config.batch)
+    rollouts = stack.enter_context(rollouts_of(job, workers, sync, timer, display))
+    journal = RunJournal(job, run, display, loggers, Machine(workers, sync))
+    validation = validation_of(job, workers, policy, sync, journal)
+    step, version = restored(resume_from, rollouts, validation)
+    parts = Parts(
+        source=rollouts,
+        method=job.method,
+        policy=policy,
+        sync=sync if job.config.turn_tokens else None,
+        saver=saver,
+        journal=journal,
+        agreement=agreement,
+        health=Health(job.config.checks),
+        timer=timer,
+        validation=validation,
+        critic=job.method.open_critic(policy) if isinstance(job.method, HasCritic) else None,
+        recovery=recovery_of(job, run, workers, sync, saver, display),
+    )
+    return parts, step, version

@@ -135,11 +135,7 @@ def start_run_workers(
     cluster, try the rewards on the scorers' node before the other processes start; `tell` receives notes of this trial.
     """
     with _starting(spec.policy.device, spec.limits, log_dir, early) as start:
-        shared = spec.engines is None or spec.colocated
-        engine_devices = spec.engines.devices if spec.engines is not None else 0
-        start.of_policy = start.reserve(max(spec.policy_devices, engine_devices if shared else 0))
-        away_from = start.of_policy.bundles if spec.own_nodes else ()
-        start.of_engines = start.of_policy if shared else start.reserve(engine_devices, away_from)
+        start.reserve_all(spec)
         scorers = None
         if spec.limits.ray_address is not None:
             doing("trying the rewards where they run")
@@ -152,7 +148,7 @@ def start_run_workers(
         if spec.engines is not None:
             # vLLM sizes its KV cache by the device's free memory, so it starts alone, and sleeps before the policy
             # allocates memory.
-            alone = spec.engines.engine.sleeps or (shared and spec.policy.device == "cuda")
+            alone = spec.engines.engine.sleeps or (start.of_engines is start.of_policy and spec.policy.device == "cuda")
             engines = start.engines(spec.engines, loads=not alone)
             if not alone:
                 beside["starting engines"] = engines.starting
@@ -170,16 +166,12 @@ def start_run_workers(
                 engines.held(EpisodeWorker.engine).call(EngineWorker.sleep)
         for scorer in filter(None, (reward, validation)):
             beside[f"starting {scorer.name} scorer"] = scorer.within(start_s).submit(RewardWorker.setup)
-        rows = {"micro_batch_tokens": spec.micro_batch_tokens, "whole_groups": spec.whole_groups}
-        policy = PolicyClient(ranks, spec.policy, spec.training, **rows)
-        teacher = None
         with failing_with(*beside.values()):
             doing("starting policy")
-            meet(ranks, start_s)
+            policy, teacher = _met(spec, ranks, spec.policy), None
             if teacher_ranks is not None and spec.teacher is not None:
                 doing(f"starting {teacher_ranks.name}")
-                meet(teacher_ranks, start_s)
-                teacher = PolicyClient(teacher_ranks, spec.teacher, spec.training, **rows)
+                teacher = _met(spec, teacher_ranks, spec.teacher)
             load(policy, teacher)
             for activity, call in beside.items():
                 doing(activity)
@@ -206,6 +198,12 @@ def start_engines(spec: EnginesSpec, limits: ClusterConfig, log_dir: Path) -> It
 def _on_several_nodes(start: _Start) -> bool:
     """Return whether the run spans several nodes, so that finished rollouts could be lost with a node."""
     return len({bundle.node_id for place in start.placements for bundle in place.bundles}) > 1
+
+
+def _met(spec: RunWorkersSpec, ranks: WorkerGroup[PolicyWorker], policy: PolicySpec) -> PolicyClient:
+    meet(ranks, spec.limits.start_timeout_s)
+    rows = {"micro_batch_tokens": spec.micro_batch_tokens, "whole_groups": spec.whole_groups}
+    return PolicyClient(ranks, policy, spec.training, **rows)
 
 
 def meet(ranks: WorkerGroup[PolicyWorker], timeout_s: float) -> None:
@@ -326,6 +324,14 @@ class _Start:
         gpus, limit_s = self.device == "cuda", self.limits.start_timeout_s
         self.placements.append(Placement(devices, gpus=gpus, timeout_s=limit_s, away_from=away_from))
         return self.placements[-1]
+
+    def reserve_all(self, spec: RunWorkersSpec) -> None:
+        """Reserve the devices of policy and engines, which are the same ones if the engines share the policy's."""
+        shared = spec.engines is None or spec.colocated
+        engine_devices = spec.engines.devices if spec.engines is not None else 0
+        self.of_policy = self.reserve(max(spec.policy_devices, engine_devices if shared else 0))
+        away_from = self.of_policy.bundles if spec.own_nodes else ()
+        self.of_engines = self.of_policy if shared else self.reserve(engine_devices, away_from)
 
     def ready(self, *later: WorkerGroup[Any]) -> None:
         """Wait until all workers except `later` are constructed."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rlctl.checkpoints.conversion import record
-from rlctl.checkpoints.conversion.exported import exported_weights
+from rlctl.checkpoints.conversion.exported import Exported, exported_weights
 from rlctl.checkpoints.conversion.run_tokenizer import take_tokenizer_of_run
 from rlctl.checkpoints.conversion.stream import (
     Beside,
@@ -153,12 +153,7 @@ def megatron_to_hf(
     world, reader, files = model.world, model.source, None
     if part is None:
         published = record.published(megatron.shards, dtype)
-        target = hf.layout(model.facts, dtype, copies=True, published=published)
-        if model.score is not None:
-            target = with_score(target, replace(model.score, dtype=dtype))
-        further = {name: replace(spec, dtype=spec.dtype or dtype) for name, spec in model.predicting.items()}
-        heads = tuple(whole_piece(name, name, spec.shape) for name, spec in further.items())
-        target = replace(target, params=target.params | further, pieces=(*target.pieces, *heads))
+        target = _published_layout(model, dtype, published)
         specs = target.params
     else:
         published = {name: spec.dtype for name, spec in part.specs.items()}
@@ -193,6 +188,17 @@ def megatron_to_hf(
 
     sources = (megatron.root, megatron.shards, model.companions, *([options.whole] if options.whole else []))
     return _write_under_lock(destination, sources, specs, options, conversion, write)
+
+
+def _published_layout(model: Exported, dtype: str, published: dict[str, str]) -> Layout:
+    """Return the layout of the published tensors, with the score of a reward model and the weights of heads that
+    predict further tokens."""
+    layout = hf.layout(model.facts, dtype, copies=True, published=published)
+    if model.score is not None:
+        layout = with_score(layout, replace(model.score, dtype=dtype))
+    further = {name: replace(spec, dtype=spec.dtype or dtype) for name, spec in model.predicting.items()}
+    heads = tuple(whole_piece(name, name, spec.shape) for name, spec in further.items())
+    return replace(layout, params=layout.params | further, pieces=(*layout.pieces, *heads))
 
 
 def _copy_other_files(directory: Path, aside: Path) -> None:
