@@ -2,7 +2,7 @@
 
     python docs/pictures.py [--run DIR] [--steps 20] [--output docs]
 
-Without --run it trains the laptop preset in a terminal of its own, keeps what the terminal showed, and writes
+Without --run it trains the laptop preset in a new terminal, keeps the terminal's output, and writes
 terminal.svg. The report of the run, or of the one that is named, becomes report_wide.png (light) and report_phone.png
 (dark). Needs selenium, Chromium and its driver.
 """

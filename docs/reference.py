@@ -22,7 +22,7 @@ from rlctl.methods.configuration import schema
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the generated pages to those of the folder."""
+    """Add the generated pages to the pages of the folder."""
     from mkdocs.structure.files import File
 
     for path, text in pages().items():
@@ -67,7 +67,7 @@ def configuration_page() -> str:
     parts = ["# Configuration keys\n\nThis page is generated from the schema; `rlctl config schema` prints the same."]
     for name, classes in schema().sections.items():
         parts.append(f"## {name}\n\n{plain(classes[0].__doc__)}")
-        rows: dict[str, str] = {}  # by key; where methods differ, that of `train grpo`
+        rows: dict[str, str] = {}  # by key; where methods differ, the row of `train grpo`
         for section in classes:
             for row in key_rows(section, name):
                 rows.setdefault(row.split("|")[1], row)
@@ -77,7 +77,7 @@ def configuration_page() -> str:
 
 
 def key_rows(section: type[Section], prefix: str) -> Iterator[str]:
-    """Yield a line of a table for each key, those of inner sections after their own section's."""
+    """Yield a line of a table for each key; inner sections follow their section's keys."""
     from pydantic import TypeAdapter
 
     from rlctl.commands.config_ import inline_yaml

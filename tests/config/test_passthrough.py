@@ -182,7 +182,7 @@ def test_values_of_files_and_the_command_line_meet_in_one_mapping(tmp_path: Path
         ("vllm.max_loras=2", "set training.lora"),
         ("vllm.lora_target_modules=[q_proj]", "set training.lora"),
         ("vllm.enforce_eagr=true", "did you mean `vllm.enforce_eager`"),
-        ("vllm.enforce_eager.x=1", "no keys of its own"),
+        ("vllm.enforce_eager.x=1", "no inner keys"),
         ("vllm.worker_extension_cls=a.B", "a refit reaches"),
         ("vllm.weight_transfer_config={backend: nccl}", "rlctl's own movers"),
         ("vllm.log_level=loud", "CRITICAL | ERROR"),

@@ -533,7 +533,7 @@ def test_a_pinned_mover_is_in_the_plan_and_in_its_seconds() -> None:
     assert any(reason.value == "mover=disk" and reason.rule.startswith("Pinned") for reason in disk.reasons)
     with pytest.raises(ConfigError, match="the engines compute on a CPU"):
         make_plan(model("Qwen3-0.6B"), CPU, Workload(), {"refit.mover": "cuda-ipc"})
-    with pytest.raises(ConfigError, match="devices of their own"):
+    with pytest.raises(ConfigError, match="separate devices"):
         make_plan(facts, cluster, Workload(), {"refit.mover": "cuda-ipc", "generation.colocated": False})
     with pytest.raises(ConfigError, match="NCCL takes one process of each GPU"):
         make_plan(facts, cluster, Workload(), {"refit.mover": "collective"})
@@ -755,7 +755,7 @@ def test_a_cpu_is_divided_by_cores() -> None:
     [
         ({"generation.devices": 8}, "leaves the policy none of the 8 GPUs"),
         ({"generation.devices": 2, "generation.colocated": True}, "generation.colocated is true"),
-        ({"generation.devices": 2, "refit.mover": "cuda-ipc"}, "devices of their own"),
+        ({"generation.devices": 2, "refit.mover": "cuda-ipc"}, "separate devices"),
     ],
 )
 def test_devices_of_engines_that_cannot_be_are_refused(pins: dict[str, object], words: str) -> None:

@@ -839,7 +839,7 @@ def test_the_block_of_the_backend_that_trains_wins_and_the_dry_run_says_so(megat
     blocks = ["policy.optimizer.kwargs.lr", "policy.megatron_cfg.optimizer.lr"]
     assert f"optimizer.lr is {config.config.optimizer.lr} ({blocks[megatron]})" in line
     assert f"({blocks[not megatron]})" in line
-    assert "the schedule is that of" in line
+    assert "sets the schedule" in line
 
 
 def test_what_one_block_leaves_out_is_that_of_the_other(tmp_path: Path) -> None:

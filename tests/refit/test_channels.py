@@ -28,7 +28,7 @@ def test_devices_are_shared_through_memory_and_others_through_nccl() -> None:
         assert choose_mover(asked, where(needs("cuda:c"), policy), None) == "collective"
     assert choose_mover("collective", where(needs("cpu"), places("cpu")), None) == "collective"
     assert choose_mover("auto", where(needs("cpu"), places("cpu")), None) == "shared-memory"
-    with pytest.raises(ConfigError, match="but engine 1 has a device of its own"):
+    with pytest.raises(ConfigError, match="but engine 1 has a separate device"):
         choose_mover("cuda-ipc", where(needs("cuda:a", "cuda:c"), policy), None)
     with pytest.raises(ConfigError, match="NCCL takes one process of each GPU"):
         choose_mover("collective", where(needs("cuda:a"), policy), None)

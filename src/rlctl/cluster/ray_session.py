@@ -335,7 +335,7 @@ def _as_a_run_needs_it() -> Iterator[None]:
 
 
 def _launch(command: Sequence[str], *, preexec_fn: object, creationflags: int, **settings: Any) -> Any:
-    """Start a process of Ray in a session of its own: signals to this process's group or from the terminal do not reach
+    """Start a process of Ray in a new session: signals to this process's group or from the terminal do not reach
     it, since a run finishes its step with it.
 
     The work of Ray's `preexec_fn` is left to LAUNCHER. With such a function Python (3.11) forks this process after it

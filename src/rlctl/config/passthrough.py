@@ -147,7 +147,7 @@ def checked(key: str, value: Any) -> tuple[Any, str | None]:
         return value, "it takes a Python function, which a configuration cannot hold."
     if key.count(".") > 1:
         takes = kind is Open or dict in {typing.get_origin(k) or k for k in (typing.get_args(kind) or (kind,))}
-        return value, None if takes else f"{key.split('.')[0]}.{name} takes {type_words(kind)}, and no keys of its own."
+        return value, None if takes else f"{key.split('.')[0]}.{name} takes {type_words(kind)}, and no inner keys."
     try:
         value = _adapter(kind).validate_python(value)
     except ValidationError:

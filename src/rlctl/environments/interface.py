@@ -1,6 +1,6 @@
 """The interface of environments: who answers the model during a rollout of several turns.
 
-An environment is a plain class, one instance an episode, in a process of its own:
+An environment is a plain class, one instance an episode, in a separate process:
 
     class GuessNumber:
         def __init__(self, largest=9):  # environment.params
@@ -30,13 +30,13 @@ or written differently:
 - `tools` names methods that the model may call. Their calls are made and answered before `step` hears of the message,
   and it hears of none that holds a call. A class with tools needs no `step`: the first message without a call ends the
   episode. A class that has neither `step` nor `tools` offers all its public methods.
-- `get_reward(self)`, where there is one, is asked at the end, and adds to the rewards of the steps.
+- `get_reward(self)`, optional, is called at the end; its value is added to the rewards of the steps.
 - `Step.ask` says all that the model is to read next, where an environment decides on the whole conversation.
 - `close(self)` ends the episode; it is called also where that failed.
 - `prepare(cls, **params)`, a class method, does once what all episodes need, such as reading an index: the processes of
   episodes are forked from the one that called it. A text that it returns is shown before the run.
 
-An error in a method costs its own rollout, as `reward.on_error` says, and never the run.
+An error in a method ends the rollout as `reward.on_error` says, and never the run.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _divides(facts: ModelFacts) -> bool:
 
 def unpacked_rule(facts: ModelFacts) -> str:
     """Return why rollouts cannot be packed, as a clause after a colon."""
-    return f"transformers computes each rollout of {facts.family} as a sequence of its own, because {facts.unpacked}"
+    return f"transformers computes each rollout of {facts.family} as a separate sequence, because {facts.unpacked}"
 
 
 def engine_problems(facts: ModelFacts, tp: int, pp: int = 1, dp: int = 1, ep: int = 1) -> list[Problem]:

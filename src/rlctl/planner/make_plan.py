@@ -212,7 +212,7 @@ def _check_devices(request: Request) -> None:
             message = "generation.colocated = false needs separate GPUs for the engines, but there is only one GPU."
             raise ConfigError(message, "Leave it out: the two sides take turns on this one. Or use more GPUs.")
     elif request.pin("generation.colocated"):
-        message = f"gives the engines {kind} of their own, and generation.colocated is true."
+        message = f"gives the engines separate {kind}, and generation.colocated is true."
         raise ConfigError(f"generation.devices = {devices} {message}", "Leave one of the two out.")
     elif devices >= (total if alone else max(2, total)):
         message = f"leaves the policy none of the {total} {kind if total > 1 else kind[:-1]}."

@@ -31,7 +31,7 @@ def where(needs: Sequence[Need], places: Sequence[SenderPlace]) -> Places:
     elsewhere = next((need for need in needs if need.device not in devices), None)
     return Places(
         on_cpu=not any(need.device.startswith("cuda") for need in needs),
-        elsewhere=f"{elsewhere.name} has a device of its own" if elsewhere else "",
+        elsewhere=f"{elsewhere.name} has a separate device" if elsewhere else "",
         away=f"no policy rank is on the node of {away.name} ({away.node})" if away else "",
         barred=why_not_shared(places),
     )

@@ -1,6 +1,6 @@
 """Learning rate and weight decay as pure functions of the step, so that a resumed run needs no scheduler state.
 
-The shapes are those of Megatron's OptimizerParamScheduler, counted from the first step of the run.
+The shapes equal Megatron's OptimizerParamScheduler, counted from the first step of the run.
 """
 
 from __future__ import annotations

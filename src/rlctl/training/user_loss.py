@@ -1,6 +1,6 @@
 """A loss function in a user's file: how it is called, and tried before a run.
 
-It is tried in a process of its own: its file imports torch, which the driver does without.
+It is tried in a separate process: its file imports torch, and the driver must not.
 """
 
 from __future__ import annotations

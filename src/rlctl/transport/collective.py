@@ -89,7 +89,7 @@ class CollectiveSender(Sender):
             for pending in self._leaving.values():
                 pending.wait("the last rounds")
         except BaseException:
-            self._leaving.clear()  # what is under way would keep the connections open
+            self._leaving.clear()  # messages in flight would keep the connections open
             self.group.close()  # so that nobody waits for this rank
             raise
 
@@ -149,7 +149,7 @@ class CollectiveReceiver(Receiver):
             for index in list(self._leaving):
                 self._left(index, "the last rounds")
         except BaseException:
-            self._arriving, self._leaving = {}, {}  # what is under way would keep the connections open
+            self._arriving, self._leaving = {}, {}  # messages in flight would keep the connections open
             self.close()  # so that nobody waits for this end
             raise
 

@@ -277,7 +277,7 @@ def test_a_model_that_packs_no_rollouts_is_planned_so_and_the_plan_says_why() ->
     batching = resolved.with_values(plan.config_values()).config.training
     assert (batching.packing, batching.dynamic_batching, batching.share_prompts) == (False, True, False)
     (why,) = (reason.rule for reason in plan.reasons if reason.value == "training.packing=false")
-    assert why.endswith("FalconForCausalLM as a sequence of its own, because its layers are its own.")
+    assert why.endswith("FalconForCausalLM as a separate sequence, because its layers are its own.")
     packed = plan_of(resolved.config, replace(FALCON, unpacked=""))
     assert "training.packing" not in packed.config_values()
     one_by_one = resolve(flags={"cluster.gpu": "cpu", "training.packing": False}, environment={})
@@ -289,7 +289,7 @@ def test_a_model_that_packs_no_rollouts_is_planned_so_and_the_plan_says_why() ->
 def test_what_needs_packed_rows_is_refused_by_its_key(key: str) -> None:
     values = {"cluster.gpu": "cpu", "training.backend": "dtensor", key: 2 if key == "training.cp" else True}
     resolved = resolve(flags=values, environment={})
-    with pytest.raises(RlctlError, match="as a sequence of its own, because its layers are its own") as raised:
+    with pytest.raises(RlctlError, match="as a separate sequence, because its layers are its own") as raised:
         plan_of(resolved.config, FALCON)
     assert key in raised.value.message
     plan_of(resolved.config, replace(FALCON, unpacked=""))

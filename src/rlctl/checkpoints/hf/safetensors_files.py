@@ -227,7 +227,7 @@ def _refuse_parts(directory: Path, files: list[Path]) -> None:
         saves = " and of ".join(str(count) for count in counts)
         raise InputError(
             f"{directory} holds shards of two saves (of {saves} files), and no {INDEX} says which belong to the model.",
-            "Remove those of the earlier save.",
+            "Remove the files of the earlier save.",
         )
     if shards and len(shards) < counts[0]:
         reason = f"{directory} holds {len(shards)} of {counts[0]} shards, and no {INDEX}."

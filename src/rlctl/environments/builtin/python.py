@@ -53,7 +53,7 @@ class Python:
     """The row has `tests`, a list of statements such as asserts, or `inputs` and the `outputs` that the program prints
     for them. The reward is the share of them that the last program passes, with `all_or_nothing` 1 for all and else 0.
     Until `attempts` programs are written, the model is told the first failure. `seconds` and `memory_mib` limit one
-    run: that of all `tests`, or of one input."""
+    run: of all `tests`, or of one input."""
 
     def __init__(
         self, attempts: int = 1, all_or_nothing: bool = False, seconds: float = 5.0, memory_mib: int = 512

@@ -1,6 +1,6 @@
 """From rewards to advantages: the driver's numpy on per-rollout scalars.
 
-Suffixes: G the rollouts of a group, N those of one optimizer mini-batch.
+Suffixes: G rollouts of a group, N rollouts of one optimizer mini-batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def group_advantages(
     - `critic` subtracts nothing here: the ranks subtract the values of each rollout's tokens (`methods/rl/critic.py`).
     - `normalize_std` divides by the group's sample standard deviation (G - 1 degrees of freedom, as published
       implementations of GRPO do). Without it each prompt weighs as its rewards do (Dr. GRPO, arXiv 2503.20783).
-      With `std_of` others it is that of the *other* rollouts, and where these are all equal nothing is divided.
+      With `std_of` others it is the deviation of the *other* rollouts; if these are all equal, nothing is divided.
 
     Rewards that are equal up to rounding have exactly the advantage 0 wherever they are compared: without a baseline
     too, where `normalize_std` finds no deviation to divide by.

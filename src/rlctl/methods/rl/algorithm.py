@@ -2,7 +2,7 @@
 
 An algorithm trains on sampled and scored rollouts; its options are the sections `advantage`, `loss` and `filter` of its
 configuration class. Every algorithm measures the policy's entropy, and how far the engines' log-probs are from the
-trainer's. Suffixes: G the rollouts of a group, N those of an optimizer mini-batch, R response tokens.
+trainer's. Suffixes: G rollouts of a group, N rollouts of an optimizer mini-batch, R response tokens.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     surrogate = -4 / t * sigmoid(t (q - 1)) A        q = pi / pi_old of the token
 
 t is `loss.sapo_temperature_positive` where A > 0, else `loss.sapo_temperature_negative`. No token is clipped: near
-q = 1 the gradient is that of q A, and it fades as q leaves 1, the faster the larger t is.
+q = 1 the gradient equals the gradient of q A, and it fades as q leaves 1, the faster the larger t is.
 """
 
 from __future__ import annotations

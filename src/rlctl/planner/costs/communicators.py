@@ -1,4 +1,4 @@
-"""Process groups that a policy's ranks use, each of which has a communicator of NCCL from its first use on."""
+"""Process groups that a policy's ranks use. Each has an NCCL communicator from its first use on."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def believable(plans: list[Plan]) -> list[Plan]:
 
 def places_of(cluster: ClusterFacts, *, apart: bool) -> Places:
     """Return where engines compute that share the policy's devices, or that have others (`apart`)."""
-    sentence = "with generation.colocated = false engines have {} of their own"
+    sentence = "with generation.colocated = false engines have separate {}"
     several = apart and cluster.nodes > 1
     return Places(cluster.is_cpu, sentence.format("devices") * apart, sentence.format("nodes") * several)
 

@@ -140,7 +140,7 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
         share = f", {g.memory_fraction:.0%} of the GPU" if g.memory_fraction is not None else ""
         cache = f"KV cache {g.kv_cache_bytes / GIB:.1f} GiB = {tokens:,} tokens"
         lines += wrapped(f"vllm  {g.name()}{share}, {cache}", "  generation  ", INDENT)
-        placement = f"{'cores' if cluster.is_cpu else 'GPUs'} of their own ({plan.engine_devices})"
+        placement = f"separate {'cores' if cluster.is_cpu else 'GPUs'} ({plan.engine_devices})"
         where = "on the same devices" if plan.colocated else f"on {placement}"
         placed = f", {where}; refit by {plan.mover}" if training is not None else ""
         full = tokens // plan.workload.max_length

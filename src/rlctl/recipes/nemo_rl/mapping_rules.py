@@ -585,7 +585,7 @@ def disagreement(result: Import, other: Import, leaves: Mapping[str, Any]) -> st
     schedules = [_schedule(imported.values, result.values.get("run.steps")) for imported in (result, other)]
     # A block without a schedule has a constant learning rate.
     if other.values.keys() & {"optimizer.lr", "scheduler.warmup_steps"} and schedules[0] != schedules[1]:
-        lines.append(f"the schedule is that of {blocks[0]}.scheduler, not of {blocks[1]}.scheduler")
+        lines.append(f"{blocks[0]}.scheduler sets the schedule, not {blocks[1]}.scheduler")
     backend = "Megatron" if megatron_on(leaves) else "DTensor"
     return f"{backend} trains, and its own block of the recipe holds: {'; '.join(lines)}" if lines else None
 
@@ -644,7 +644,7 @@ def prediction_heads(leaf: Leaf) -> None:
     detached = leaf.get(f"{MEGATRON}.mtp_detach_heads") or leaf.get(f"{MEGATRON}.mtp_loss_scaling_factor") == 0
     reason = "multi-token prediction is not trained"
     rule = (
-        differs(None, 0, reason=f"{reason}, of which the policy is independent")
+        differs(None, 0, reason=f"{reason}; the policy does not depend on it")
         if detached
         else only(None, 0, reason=reason)
     )
@@ -655,7 +655,7 @@ def drafting(leaf: Leaf) -> None:
     """Map speculative decoding. A draft with weights is left out, or refused on the command line, because engines get
     only the policy's weights."""
     section = "policy.generation.vllm_kwargs.speculative_config"
-    reason = "the draft needs weights, and engines get those of the policy alone"
+    reason = "the draft needs weights, and engines get only the policy's"
     if leaf.get(f"{section}.num_speculative_tokens") == 0:
         leaf.skip("0 speculative tokens turn speculative decoding off")
     elif leaf.get(f"{section}.method") in ("ngram", "ngram_gpu", "suffix"):
@@ -1159,7 +1159,7 @@ def environment(leaf: Leaf) -> None:
     elif leaf.name == f"env.{name}.reward_functions":
         reward_functions(leaf)
     elif f"env.{name}.reward_functions" in leaf.leaves:
-        leaf.skip("rewards are computed in processes of their own")
+        leaf.skip("rewards are computed in separate processes")
     elif any(entry.key.startswith(f"env.{name}.") and entry.status == "not yet" for entry in leaf.result.entries):
         leaf.skip(f"it belongs to the environment {name}")
     else:
@@ -1338,7 +1338,7 @@ def logged_as(key: str, logger: str) -> Rule:
         if first == logger:
             leaf.map(key, leaf.value)
         else:
-            other = f"all loggers use {key}, which is that of {first}"
+            other = f"all loggers use {key}, from {first}"
             leaf.say("logging", f"{logger} is off" if first is None else other)
 
     return rule

@@ -54,7 +54,7 @@ ADAMW = ("torch.optim.AdamW", "transformer_engine.pytorch.optimizers.fused_adam.
 WHOLE_WEIGHTS = "refit and checkpoints need the whole parameters of each tensor-parallel rank"
 NO_BALANCING = only(None, 0, 0.0, reason="routers have an auxiliary loss on Megatron alone (moe_aux_loss_coeff)")
 REPLACED = without("an engine that fails is replaced, and its rollouts are begun again")
-BOUNDED = without("rollouts.max_staleness bounds what is begun")
+BOUNDED = without("rollouts.max_staleness bounds the rollouts in flight")
 KV_CACHE = differs(None, True, reason="caches that older weights have filled are always computed again")
 
 FREEZING: dict[str, Rule] = {
@@ -298,7 +298,7 @@ _POLICY: dict[str, Rule] = {
     "policy.activation_checkpointing_enabled": to("training.recompute", {True: "full", False: None, None: None}),
     "policy.disable_modelopt_layer_spec": without("weights are rounded whatever the layers are"),
     **each("policy", "quant_calib_data quant_calib_size quant_batch_size quant_sequence_length",
-           without("scales are those of the weights themselves")),
+           without("scales are computed from the weights themselves")),
     "policy.is_vlm": without("read with the model"),
     "policy.reward_model_cfg.enabled": only(None, True, reason="a reward model ends in a score"),
     "policy.reward_model_cfg.reward_model_type": only(None, "bradley_terry", reason="the loss is Bradley and Terry's"),
@@ -308,12 +308,12 @@ _POLICY: dict[str, Rule] = {
     "policy.dynamic_batching.train_mb_tokens": when(
         "policy.dynamic_batching.enabled", to("training.micro_batch_tokens"), "policy.dynamic_batching is off"
     ),
-    "policy.dynamic_batching.*": without("rows are those of training"),
+    "policy.dynamic_batching.*": without("training rows are used"),
     "policy.sequence_packing.enabled": to("training.packing"),
     "policy.sequence_packing.train_mb_tokens": when(
         "policy.sequence_packing.enabled", to("training.micro_batch_tokens"), "policy.sequence_packing is off"
     ),
-    "policy.sequence_packing.*": without("rows are those of training, filled by rlctl's own packing"),
+    "policy.sequence_packing.*": without("training rows are used, filled by rlctl's packing"),
     "policy.optimizer.name": only(*ADAMW, reason="the optimizer is AdamW"),
     "policy.optimizer.kwargs.lr": to("optimizer.lr"),
     "policy.optimizer.kwargs.weight_decay": to("optimizer.weight_decay"),
@@ -502,7 +502,7 @@ _GENERATION: dict[str, Rule] = {
         None,
         "raw_logprobs",
         "processed_logprobs",
-        reason="log-probs are those of the distribution that was sampled from"
+        reason="log-probs are of the distribution that was sampled from"
     ),
     **each(VLLM, "is_mx use_deep_gemm", without("read with vllm_cfg.precision")),
     **each(VLLM, "quantization_ignored_layer_kws num_first_layers_in_bf16 num_last_layers_in_bf16", when(
@@ -556,7 +556,7 @@ _REST: dict[str, Rule] = {
             "seed": without("run.seed"),
         }.items()
     },
-    "data.train.characters_per_sample": differs(None, 0, reason="each row is a text of its own"),
+    "data.train.characters_per_sample": differs(None, 0, reason="each row is a separate text"),
     "data.train.text_key": only(None, "text", reason="the field of a plain text is `text`", settled_by="data.name"),
     **each("data", "default.* train.*", without("read with the dataset")),
     "data.train": only(

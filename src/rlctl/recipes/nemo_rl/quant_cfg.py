@@ -76,7 +76,7 @@ def _values(leaf: Leaf) -> dict[str, Any]:
 def _of_rules(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of rules: included, then excluded patterns."""
     if settings.get("algorithm", "max") != "max":
-        raise _Unreadable(f"its algorithm is {settings['algorithm']}, and scales are those of the largest weights")
+        raise _Unreadable(f"its algorithm is {settings['algorithm']}, and scales come from the largest weights")
     tensors: list[str] = []
     exclude: list[str] = []
     blocks: set[int] = set()

@@ -307,7 +307,7 @@ def scored_by_model(leaf: Leaf) -> None:
     else:
         leaf.map_all(
             {"reward.terms": [{"name": f"model:{model}"}]},
-            "the model reads the policy's own chat, and not that of its tokenizer",
+            "the model reads the chat in the policy's tokens, not in its tokenizer's",
         )
 
 
@@ -909,6 +909,6 @@ def finish(result: Import) -> None:
     if "reward.terms" not in result.values:
         result.set("reward.terms", [{"name": "math-verify"}], "custom_reward_function.path")
         result.notes.append(
-            "verl scores completions by rules of its own for each data_source; here math-verify compares them with "
+            "verl scores completions by a rule for each data_source; here math-verify compares them with "
             "reward_model.ground_truth (custom_reward_function.path or --reward names another)"
         )

@@ -177,7 +177,7 @@ def stored_matrices(model: torch.nn.Module) -> StoredMatrices:
     unknown = [name for name, _ in model.named_parameters() if name not in covered]
     for name in unknown:
         owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
-        unreadable[name] = f"is stored in a form of its own by {owner}"
+        unreadable[name] = f"is stored in a private form of {owner}"
     return StoredMatrices(stored, unknown_storage, unreadable, tuple(unknown))
 
 
@@ -296,11 +296,7 @@ def _with_order(model: torch.nn.Module, stored: list[StoredMatrix]) -> Iterator[
     for matrix in stored:
         reordered_here = matrix.path.rpartition(".")[2] in (reordered or ())
         linear = "LinearBase" in {base.__name__ for base in type(matrix.module).__mro__}
-        reason = (
-            f"is put in an order of its own by {loader or type(model).__name__}"
-            if reordered_here or (loader and linear)
-            else ""
-        )
+        reason = f"is reordered by {loader or type(model).__name__}" if reordered_here or (loader and linear) else ""
         yield matrix.because(reason)
 
 
