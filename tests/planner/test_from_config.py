@@ -112,3 +112,64 @@ def test_experts_one_after_the_other_and_rows_of_one_rollout_have_their_own_time
     packed, alone = training_s(*dense), training_s(*dense, "training.packing=false")
     padded = training_s(*dense, "training.packing=false", "generation.mean_length=4096")
     assert packed < alone < padded / 2  # it is the tokens that are computed, not the longest row's
+
+
+@pytest.mark.parametrize(
+    ("name", "sets", "way", "why"),
+    [
+        ("meta-llama/Llama-3.1-8B", ["cluster.gpu=h100"], "delta", "keep the base"),
+        ("meta-llama/Llama-3.1-8B", ["cluster.gpu=h100", "training.lora.refit=merged"], "merged", "Pinned"),
+        ("meta-llama/Llama-3.1-8B", ["cluster.gpu=h100", "vllm.quantization=fp8"], "merged", "vllm.quantization"),
+        ("HuggingFaceTB/SmolLM2-135M", ["cluster.gpu=cpu", "training.lora.refit=adapters"], "adapters", "Pinned"),
+    ],
+)
+def test_the_plan_says_how_adapters_reach_the_engines(name: str, sets: list[str], way: str, why: str) -> None:
+    plan = adapted_plan(name, *sets)
+    assert plan.config_values()["training.lora.refit"] == way
+    assert [why in reason.rule for reason in plan.reasons if reason.value == f"training.lora.refit={way}"] == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "sets", "words"),
+    [
+        ("meta-llama/Llama-3.1-8B", ["cluster.gpu=h100", "training.lora.refit=adapters"], "compiled and captured"),
+        (
+            "meta-llama/Llama-3.1-8B",
+            ["cluster.gpu=h100", "training.lora.refit=delta", "vllm.quantization=fp8"],
+            "delta is refused: vllm.quantization = fp8",
+        ),
+        (
+            "HuggingFaceTB/SmolLM2-135M",
+            ["cluster.gpu=cpu", "model.dtype=bfloat16", "training.lora.refit=adapters"],
+            "model.dtype = bfloat16",
+        ),
+        ("Qwen/Qwen3-30B-A3B", ["cluster.gpu=cpu", "training.lora.refit=adapters"], "layers of experts"),
+        (
+            "HuggingFaceTB/SmolLM2-135M",
+            ["cluster.gpu=cpu", "training.lora.rank=0", "training.lora.refit=delta"],
+            "no ef",
+        ),
+    ],
+)
+def test_a_way_of_adapters_that_cannot_serve_the_run_is_refused(name: str, sets: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        adapted_plan(name, *sets)
+
+
+def test_a_kept_base_takes_the_room_of_the_adapted_matrices() -> None:
+    """Llama 3.1 8B has 32 layers with 6144 x 4096, 4096 x 4096 and three 14336 x 4096 matrices of two bytes an
+    element."""
+    one = "cluster.gpu=h100", "cluster.nodes=1", "cluster.gpus_per_node=8", "generation.tp=2"
+    kept, merged = (adapted_plan("meta-llama/Llama-3.1-8B", *one, f"training.lora.refit={way}")
+                    for way in ("delta", "merged"))  # fmt: skip
+    expected = 32 * 4096 * (6144 + 4096 + 3 * 14336)  # of two ranks
+    assert kept.memory["generation"].parts["base of adapters"] == expected
+    assert "base of adapters" not in merged.memory["generation"].parts
+    assert kept.memory["refit"].parts["engine weights"] - merged.memory["refit"].parts["engine weights"] == expected
+
+
+def adapted_plan(name: str, *sets: str) -> Plan:
+    facts = lookup(name)
+    assert facts is not None
+    adapters = ["model.name=x", "training.lora.rank=16"]
+    return plan_of(resolve(sets=[*adapters, *sets], environment={}).config, facts)

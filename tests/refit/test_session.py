@@ -175,7 +175,7 @@ def test_a_comparison_that_breaks_off_leaves_the_engine_as_the_refit_did(
 ) -> None:
     """Rejected samples would stay rejected in the engines that are not at fault, also after a full refit."""
 
-    def lost(tensors: object) -> None:
+    def lost(*_: Any, **__: Any) -> None:
         raise WorkerDiedError("another engine is gone")
 
     session = open_session(make_source(engine.model), engine)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from rlctl.transport.movers import Received
     from rlctl.transport.rounds import Connection, Need
+    from rlctl.weights.adapters import AdapterRow
     from rlctl.weights.readings import Reading
     from rlctl.weights.transfer_plan import World
 
@@ -359,12 +360,24 @@ class WeightReceiver(Protocol):
         """Fill all weights with NaN, so that omissions of the next refit show. For tests."""
 
 
+class AdapterReceiver(WeightReceiver, Protocol):
+    """The receiving side for adapters alone. The weights' side receives the base first; a refit of either is complete
+    once the adapters are."""
+
+    def refit_adapt(self, rows: tuple[AdapterRow, ...], rounding: Rounding, adds: bool) -> None:
+        """Take the adapters of `rows`, once the weights' side is open: keep the next base of their matrices apart, for
+        weights merged with `rounding`, or (`adds`) add them to products. Raises ConfigError for a matrix that the
+        engine cannot write itself."""
+
+
 class EngineWorker(WeightReceiver, Protocol):
     """One generation engine: its own process, or the first of several. Never collective over engines. It handles single
     samples; the driver calls `EpisodeWorker`."""
 
     @property
     def label(self) -> str: ...
+
+    def adapters(self) -> AdapterReceiver: ...
 
     @property
     def version(self) -> int: ...

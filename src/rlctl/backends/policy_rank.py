@@ -372,6 +372,13 @@ class PolicyRank(WeightSource, ABC):
             merged = with_adapter(self._base[name].to(layer.weight.device), layer.a, layer.b, layer.scale)
             narrow_into(layer.weight, merged, self.rounding)
 
+    def sent_parameters(self) -> Mapping[str, Tensor]:
+        """With `training.lora.refit` = delta or adapters, the base: adapters follow apart (`AdapterSource`)."""
+        parameters = self.parameters()
+        if not self.spec.lora.rank or self.spec.lora.refit == "merged":
+            return parameters
+        return {**parameters, **{name: base.to(parameters[name].device) for name, base in self._base.items()}}
+
     @contextlib.contextmanager
     def _without_adapters(self) -> Iterator[None]:
         try:

@@ -47,7 +47,7 @@ def refit_workers(
     job: RefitTestJob, workers: RunWorkers, settings: RefitConfig, tell: Callable[[str], None]
 ) -> RefitTestReport:
     """Test the refits of running workers. The policy's weights are loaded."""
-    with workers.weight_sync(settings, job.base_model, receive=job.receive) as sync:
+    with workers.weight_sync(settings, job.base_model, receive=job.receive, adapters=None) as sync:
         return refit_report.run(
             sync,
             model=job.base_model.label,

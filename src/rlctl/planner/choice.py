@@ -47,6 +47,10 @@ class LoraChoice:
     attention: bool = True
     mlp: bool = True
     """Dense MLPs and shared experts; routed experts have none."""
+    refit: Literal["delta", "adapters", "merged"] = "merged"
+    """How they reach the engines (`training.lora.refit`)."""
+    why: str = field(default="", compare=False)
+    """The rule that chose `refit`."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from rlctl.planner.inputs.cluster import (
 )
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.request import Request, Workload
+from rlctl.planner.lora_refit import choose_refit
 from rlctl.planner.make_plan import Refusal, make_plan
 from rlctl.planner.result import Plan
 from rlctl.settings.config import EngineConfig, RlctlConfig, RolloutConfig
@@ -389,7 +390,9 @@ def plan_from_config(
         pins = {key: value for key, value in pins.items() if not key.startswith(of_training)}
     require_format(config, cluster)
     precision, lora = precision_from_config(config, cluster), config.training.lora
-    adapters = LoraChoice(lora.rank, "attention" in lora.targets, "mlp" in lora.targets) if lora.rank else None
+    refit, why = choose_refit(config, facts, trains=workload.trains, on_cpu=cluster.is_cpu)
+    targets = "attention" in lora.targets, "mlp" in lora.targets
+    adapters = LoraChoice(lora.rank, *targets, refit, why) if lora.rank else None
     # rlctl gives Megatron float32 unless the user passes another dtype.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
     unfused = config.megatron.passed.get("transformer_impl") == "local" or _lacks_transformer_engine(config, assume)

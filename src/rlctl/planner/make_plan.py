@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlctl.errors import ConfigError
+from rlctl.errors import ConfigError, NoPlanError
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import NextBest, Plan, Rejected
@@ -50,6 +50,17 @@ def make_plan(
     preferred; `refusal` checks each backend's best plan. Raises ConfigError for a forbidden pin (with the nearest valid
     value), and NoPlanError with the smallest sufficient machine and cheapest change.
     """
+    adapters = request.adapters
+    if adapters is None or adapters.refit != "delta" or request.pin("training.lora.refit"):
+        return _made_plan(request, top, prefer_runnable, refusal)
+    try:
+        return _made_plan(request, top, prefer_runnable, refusal)
+    except NoPlanError:
+        merged = replace(adapters, refit="merged", why="The second copy of adapted matrices (delta) does not fit.")
+        return _made_plan(replace(request, adapters=merged), top, prefer_runnable, refusal)
+
+
+def _made_plan(request: Request, top: int, prefer_runnable: bool, refusal: Refusal) -> Plan:
     _check_mover(request)
     _check_devices(request)
     if (pinned := request.pin("training.backend")) or not request.workload.trains:

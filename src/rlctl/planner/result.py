@@ -188,6 +188,7 @@ class Plan:
             values["generation.max_batched_tokens"] = generation.max_batched_tokens
         if training is not None:
             values["generation.colocated"] = self.colocated
+            values |= {"training.lora.refit": training.adapters.refit} if training.adapters else {}
             values |= {"refit.in_flight": self.in_flight} if self.workload.staleness is not None else {}
             values |= {"generation.devices": self.engine_devices} if self.engine_devices else {}
         return values

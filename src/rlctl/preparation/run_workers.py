@@ -31,7 +31,7 @@ from rlctl.data.chat import EncodedPrompt
 from rlctl.errors import MachineError, RlctlError, WaitTimeoutError
 from rlctl.models.quantized import quantized_matrices
 from rlctl.preparation.worker_specs import EnginesSpec, RunWorkersSpec
-from rlctl.refit.weight_sender import PolicyProcess, WeightSender
+from rlctl.refit.weight_sender import AdapterSender, PolicyProcess, WeightSender
 from rlctl.rewards.reward_plan import Rewards
 from rlctl.rewards.reward_worker import RewardWorker
 from rlctl.settings.generation import RefitConfig
@@ -63,6 +63,8 @@ class RunWorkers:
     policy: PolicyClient
     senders: WorkerGroup[WeightSender]
     """The senders of the policy's weights, one per rank."""
+    adapter_senders: WorkerGroup[AdapterSender]
+    """The senders of the policy's adapters, one per rank."""
     engines: EngineClient | None
     reward: WorkerGroup[RewardWorker] | None
     validation: WorkerGroup[RewardWorker] | None = None
@@ -114,6 +116,9 @@ class RunWorkers:
             sampling = Sampling(NEW_TOKENS, policy.temperature, kept.top_p, kept.top_k, kept.min_p, never=policy.never)
             graphs = self.spec.engines.backend.without_graphs
             options["decode_check"] = DecodeCheck(decode_limit, vocab, length, sampling, graphs, shown)
+        if policy.lora.rank and policy.lora.refit in ("delta", "adapters"):
+            way = {"adds": policy.lora.refit == "adapters", "rounding": policy.optimizer.rounding}
+            options = {"adapters": self.adapter_senders} | way | options
         options |= {"dtype": policy.dtype, "engines_sleep": engine.sleeps, "engines_discard": engine.discards}
         options["offload"] = engine.sleeps if offload is None else offload
         return WeightSync(self.policy, self.senders, self.engines, policy.facts, settings=settings, **options)
@@ -158,6 +163,7 @@ def start_run_workers(
         with failing_with(*beside.values()):
             start.ready(*([engines] if beside and engines else []))
         ranks, senders = processes.held(PolicyProcess.rank), processes.held(PolicyProcess.sender)
+        adapter_senders = processes.held(PolicyProcess.adapter_sender)
         start_s = spec.limits.start_timeout_s
         if engines is not None and spec.engines is not None and not beside:
             doing("starting engines")
@@ -180,7 +186,7 @@ def start_run_workers(
                 engines.ready()
         client = EngineClient(engines, keeps=_on_several_nodes(start)) if engines is not None else None
         restarts = Restarts(start, spec, processes, teacher_ranks, [*filter(None, (reward, validation))])
-        yield RunWorkers(spec, policy, senders, client, reward, validation, teacher, restarts)
+        yield RunWorkers(spec, policy, senders, adapter_senders, client, reward, validation, teacher, restarts)
 
 
 @contextlib.contextmanager

@@ -8,13 +8,14 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 import torch
 
+from rlctl.backends.adapter_source import AdaptedPolicy, AdapterSource
 from rlctl.backends.base import WeightSource
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.cluster.placement import node_address
@@ -28,6 +29,7 @@ from rlctl.transport.process_group import ServedStore
 from rlctl.transport.round_buffers import Packer, source_view
 from rlctl.transport.rounds import ChangeSizes, Channel, Lengths, chunk_layout, cut_rounds, whole_tensors
 from rlctl.transport.staging import Staging, this_node
+from rlctl.weights.adapters import AdapterRow
 from rlctl.weights.plan_execution import transformed
 from rlctl.weights.readings import combine
 from rlctl.weights.transfer_plan import Copy, RememberingWorld, TransferPlan, World, receive_plan
@@ -226,11 +228,12 @@ class RefitSender:
         if self.rank == 0:
             self._state().transport.retire(self._directory(), version)
 
-    def refit_fingerprints(self, tensors: list[str] | None = None) -> dict[str, int]:
+    def refit_fingerprints(self, tensors: list[str] | None = None, merged: bool = False) -> dict[str, int]:
         names = None if tensors is None else set(tensors)
         rows = {row.name: row for row in self._state().setup.table}
         sums: dict[str, int] = {}
-        for copy, values in self._boxes(names):
+        parameters = self.source.parameters() if merged else self.source.sent_parameters()
+        for copy, values in self._boxes(names, parameters):
             row = rows[copy.tensor]
             starts, steps = [s.start for s in copy.tensor_box], [s.step for s in copy.tensor_box]
             values = transformed(values, copy, rounding=self.source.rounding).to(getattr(torch, row.dtype))
@@ -256,7 +259,7 @@ class RefitSender:
                 [(s.start, s.count, s.step) for s in copy.tensor_box],
                 transformed(values, copy, rounding=self.source.rounding).float().cpu().numpy(),
             )
-            for copy, values in self._boxes({tensor})
+            for copy, values in self._boxes({tensor}, self.source.sent_parameters())
         ]
 
     def refit_copy_gb_per_s(self, size: int) -> float | None:
@@ -282,9 +285,11 @@ class RefitSender:
                 made.segment.close()
         self._refit = None
 
-    def _boxes(self, tensors: set[str] | None) -> Iterator[tuple[Copy, torch.Tensor]]:
-        """Yield this rank's share of published tensors (None: all), with the live memory of each box."""
-        state, parameters = self._state(), self.source.sent_parameters()
+    def _boxes(
+        self, tensors: set[str] | None, parameters: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[Copy, torch.Tensor]]:
+        """Yield this rank's share of published tensors (None: all), with the memory of each box in `parameters`."""
+        state = self._state()
         if state.whole_copies is None:
             with many_objects():
                 layout = whole_tensors(state.setup.table)
@@ -301,6 +306,17 @@ class RefitSender:
     def _state(self) -> SenderState:
         assert self._refit is not None  # `refit_make` came before
         return self._refit
+
+
+class SenderOfAdapters(RefitSender):
+    """Sends the adapters of one policy rank; methods as in `AdapterSender`."""
+
+    def __init__(self, policy: AdaptedPolicy) -> None:
+        self._adapters = AdapterSource(policy)
+        super().__init__(self._adapters)
+
+    def refit_adapters(self) -> tuple[AdapterRow, ...]:
+        return self._adapters.rows()
 
 
 def _plan(world: World, channel: Channel, channels: Sequence[Channel], places: tuple[SenderPlace, ...]) -> TransferPlan:

@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -76,16 +76,20 @@ class RefitSession:
         members: int = 1,
         converted: Mapping[str, int] | None = None,
         converted_at: Path | None = None,
+        table: Sequence[TableRow] | None = None,
     ) -> None:
         """`converted`: fingerprints in `dtype` written by the conversion at `converted_at`, compared in the first
-        refit; `members`: engines that hold one model together (more than 1 without engines)."""
-        self.members = members
+        refit; `members`: engines that hold one model together (more than 1 without engines); `table`: the tensors to
+        send (None: the model's)."""
+        self.members, self.facts = members, facts
         self.policy, self.engines, self.settings, self.receive = policy, engines, settings, receive
         from rlctl.weights import hf
 
-        # A policy is built without multi-token-prediction layers, and an engine generates without them.
-        params = hf.layout(replace(facts, mtp_layers=0), dtype).params
-        self.setup = SenderSetup(tuple(TableRow(name, spec.dtype, spec.shape) for name, spec in params.items()))
+        if table is None:
+            # A policy is built without multi-token-prediction layers, and an engine generates without them.
+            params = hf.layout(replace(facts, mtp_layers=0), dtype).params
+            table = [TableRow(name, spec.dtype, spec.shape) for name, spec in params.items()]
+        self.setup = SenderSetup(tuple(table))
         self.mover = settings.mover
         self.refits = self.attempts = 0
         self._base: int | None = None
@@ -98,7 +102,7 @@ class RefitSession:
         self.note = ""
         """A remark on the mover, for the user."""
         self.last_comparison: TensorComparison | None = None
-        self._dtype, self._converted, self._converted_at = dtype, converted or {}, converted_at
+        self.dtype, self._converted, self._converted_at = dtype, converted or {}, converted_at
 
     @property
     def transport(self) -> TransportFacts:
@@ -218,7 +222,7 @@ class RefitSession:
             RefitPhase.CACHE_RESET: reset,
         }
         sample = self._to_compare(version, verify)
-        verified = self._verified(version, sample)
+        verified = self.verified(version, sample)
         unread = dict(self.last_comparison.unread) if verified and self.last_comparison else {}
         self._base, self._since_full = version, 0 if lengths is None else self._since_full + 1
         return RefitReport(
@@ -297,16 +301,19 @@ class RefitSession:
         every = self.settings.verify_every
         if self.refits == 1 or (every > 0 and (self.refits - 1) % every == 0):
             return None
-        names = [row.name for row in self.setup.table]
+        return self.sample_of([row.name for row in self.setup.table], version)
+
+    def sample_of(self, names: Sequence[str], version: int) -> list[str]:
+        """Return the tensors to compare in a refit that compares a sample, determined by the version."""
         return sorted(names, key=lambda name: zlib.crc32(f"{version}{name}".encode()))[: self.settings.verify_sample]
 
-    def _verified(self, version: int, sample: list[str] | None) -> int:
-        """Compare the tensors of `sample` (None: all); return how many."""
+    def verified(self, version: int, sample: list[str] | None, *, merged: bool = False) -> int:
+        """Compare the tensors of `sample` (None: all); return how many. `merged`: as in `compare`."""
         if sample == []:
             return 0
         compared = 0
         try:
-            for index, comparison in enumerate(self.compare(sample)):
+            for index, comparison in enumerate(self.compare(sample, merged=merged)):
                 self.last_comparison, compared = comparison, comparison.tensors
                 require_equal(comparison, version, f"engine {index}")
         except VerificationError:  # after any other error the engine waits for another full refit
@@ -319,15 +326,16 @@ class RefitSession:
         self._base = None
         self._wait("verify", self.engines, WeightReceiver.refit_reject, version)
 
-    def compare(self, tensors: list[str] | None = None) -> list[TensorComparison]:
-        """Compare tensors (None: all) with each engine's current ones. Raises VerificationError if the first refit
-        differs from the conversion."""
-        sums = self.policy.submit(WeightSender.refit_fingerprints, tensors)
+    def compare(self, tensors: list[str] | None = None, *, merged: bool = False) -> list[TensorComparison]:
+        """Compare tensors (None: all) with each engine's current ones; `merged`: with the weights that the policy
+        computes with, also where the base is sent. Raises VerificationError if the first refit differs from the
+        conversion."""
+        sums = self.policy.submit(WeightSender.refit_fingerprints, tensors, merged)
         reading = self.engines.submit(WeightReceiver.readings, tensors)
         sums_by_rank, readings = self._guard("verify", lambda: wait_together(sums, reading, self.settings.timeout_s))
         source = source_sums(sums_by_rank)
-        if self.refits == 1:
-            same = {row.name for row in self.setup.table if row.dtype == self._dtype}
+        if self.refits == 1 and not merged:
+            same = {row.name for row in self.setup.table if row.dtype == self.dtype}
             converted = {name: value for name, value in self._converted.items() if name in same}
             require_as_converted(source, converted, self._converted_at)
         firsts = range(0, len(readings), self.members)

@@ -19,11 +19,13 @@ from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.cluster.workers import WorkerGroup, cause_of
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
+from rlctl.refit.adapter_refits import AdapterRefits
 from rlctl.refit.decoding import DecodeCheck
 from rlctl.refit.records import RefitReport
 from rlctl.refit.session import Receive, RefitSession
-from rlctl.refit.weight_sender import WeightSender
+from rlctl.refit.weight_sender import AdapterSender, WeightSender
 from rlctl.settings.generation import RefitConfig
+from rlctl.settings.training import Rounding
 from rlctl.telemetry.phases import RefitPhase
 
 
@@ -129,12 +131,16 @@ class WeightSync:
         decode_check: DecodeCheck | None = None,
         restarts: int = 0,
         tell: Callable[[str], None] = lambda _: None,
+        adapters: WorkerGroup[AdapterSender] | None = None,
+        adds: bool = False,
+        rounding: Rounding = "unbiased",
     ) -> None:
         """`dtype`, `receive`, `converted`, `converted_at`: see `RefitSession`; `offload`, `engines_sleep`: see
         `DeviceHandover`. `decode_check` follows fully compared refits. At most `restarts` lost engines are replaced;
-        `tell` receives losses."""
+        `tell` receives losses. `adapters`: engines have a base and receive adapters alone, which they merge with
+        `rounding`, or add to products (`adds`)."""
         self.engines, self._policy, self._decode_check = engines, policy, decode_check
-        self.session = RefitSession(
+        session = RefitSession(
             senders,
             engines.receivers,
             facts,
@@ -144,6 +150,7 @@ class WeightSync:
             converted=converted,
             converted_at=converted_at,
         )
+        self.session = session if adapters is None else AdapterRefits(session, adapters, rounding=rounding, adds=adds)
         self.devices = DeviceHandover(
             policy, engines, offload=offload, engines_sleep=engines_sleep, engines_discard=engines_discard
         )

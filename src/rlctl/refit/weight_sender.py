@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent
     from rlctl.transport.rounds import ChangeSizes, Channel, Lengths
+    from rlctl.weights.adapters import AdapterRow
 
 
 class WeightSender(Protocol):
@@ -49,8 +50,9 @@ class WeightSender(Protocol):
     def refit_retire(self, version: int | None) -> None:
         """If the transport stores versions: remove the other versions (None: all) once every engine has loaded."""
 
-    def refit_fingerprints(self, tensors: list[str] | None = None) -> dict[str, int]:
-        """Fingerprints of this rank's share of each tensor (None: all) in the engine's dtype; the shares add up."""
+    def refit_fingerprints(self, tensors: list[str] | None = None, merged: bool = False) -> dict[str, int]:
+        """Fingerprints of this rank's share of each tensor (None: all) in the engine's dtype; the shares add up.
+        `merged`: with adapters, of the weights that the policy computes with, also where the base is sent."""
         ...
 
     def refit_perturb(self, seed: int, scale: float, share: float = 1.0) -> None:
@@ -68,11 +70,20 @@ class WeightSender(Protocol):
         """Let go of the staging memory and of every connection."""
 
 
-class PolicyProcess:
-    """One process of a policy that can refit engines: its rank, and the sender of the rank's weights."""
+class AdapterSender(WeightSender, Protocol):
+    """The sending side for adapters that go to the engines without the weights that they sit on."""
 
-    def __init__(self, rank: PolicyWorker, sender: WeightSender) -> None:
-        self._rank, self._sender = rank, sender
+    def refit_adapters(self) -> tuple[AdapterRow, ...]:
+        """Return the adapters of all ranks, before `refit_make` and after each change of the ranks. Collective."""
+        ...
+
+
+class PolicyProcess:
+    """One process of a policy that can refit engines: its rank, and the senders of its weights and adapters."""
+
+    def __init__(self, rank: PolicyWorker, sender: WeightSender, adapters: AdapterSender | None = None) -> None:
+        """`adapters` None: the backend has no adapters."""
+        self._rank, self._sender, self._adapters = rank, sender, adapters
 
     def rank(self) -> PolicyWorker:
         return self._rank
@@ -80,15 +91,21 @@ class PolicyProcess:
     def sender(self) -> WeightSender:
         return self._sender
 
+    def adapter_sender(self) -> AdapterSender:
+        assert self._adapters is not None  # the plan chose a backend with adapters
+        return self._adapters
+
     def close(self) -> None:
         """Let go of staging memory and leave the process group."""
         self._sender.refit_close()
+        if self._adapters is not None:
+            self._adapters.refit_close()
         self._rank.close()
 
 
 def policy_process(worker: str, **kwargs: Any) -> PolicyProcess:
     """Start one rank of a policy: the worker of a backend (`PolicyBackend.worker`), built from `kwargs`."""
-    from rlctl.refit.policy_side import RefitSender
+    from rlctl.refit.policy_side import RefitSender, SenderOfAdapters
 
-    rank: PolicyWorker = imported(worker)(**kwargs)
-    return PolicyProcess(rank, RefitSender(rank))
+    rank: Any = imported(worker)(**kwargs)
+    return PolicyProcess(rank, RefitSender(rank), SenderOfAdapters(rank) if hasattr(rank, "adapters") else None)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlctl.config.facts import CHOSEN, FOR_A_MACHINE, REHEARSAL_DETAIL, SIZE, Flag, Unloadable
+from rlctl.config.facts import CHOSEN, FOR_A_MACHINE, LAYOUT, PLANNED, REHEARSAL_DETAIL, SIZE, Flag, Unloadable
 from rlctl.config.section import (
     NonNegative,
     NonNegativeNumber,
@@ -22,6 +22,7 @@ LogprobColumn = Literal["old_logprobs", "reference_logprobs", "teacher_logprobs"
 """Log-probs of response tokens that the ranks of policy or teacher compute before training."""
 
 
+LoraRefit = Literal["auto", "delta", "adapters", "merged"]
 LORA_RANK = 16
 """Rank of `--lora` without a number."""
 
@@ -45,6 +46,10 @@ class LoraConfig(Section):
     exclude: Annotated[tuple[str, ...], Unloadable()] = ()
     """Layers of the targets without adapters, as patterns (`*.out_proj`) of their names in the modules of the backend:
     transformers' for dtensor, Megatron-Core's for megatron."""
+    refit: Annotated[LoraRefit, PLANNED | LAYOUT] = "auto"
+    """How adapters reach the engines: delta (send the base once, then A and B; engines keep the base and write base +
+    alpha / rank B A over their weights), adapters (send the same; engines add alpha / rank B A x to each product, on
+    CPUs in float32) or merged (send all merged weights in each refit). auto: the planner chooses."""
 
 
 class QuantizationConfig(Section):

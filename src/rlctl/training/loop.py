@@ -168,7 +168,7 @@ class Loop:
         with self.parts.timer(Phase.REFIT):
             report = self.parts.sync.refit(self.version)
         seconds = {phase.value: value for phase, value in report.seconds.items()}
-        return {"refit_seconds": seconds, "refit_verified": report.verified}
+        return {"refit_seconds": seconds, "refit_bytes": report.sent_bytes, "refit_verified": report.verified}
 
     def _validate(self, name: str) -> dict[str, Any]:
         validation, journal = self.parts.validation, self.parts.journal

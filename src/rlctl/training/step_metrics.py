@@ -22,7 +22,7 @@ NAMES_OF_A_STEP = frozenset({
     "micro_batches", "missing_groups", "offloaded_bytes", "optimizer_steps", "padding_fraction",
     "policy_failure", "policy_restarts",
     "positions", "prompt_tokens_mean",
-    "refit_seconds", "refit_verified", "response_tokens_max", "response_tokens_mean", "reward_by_source",
+    "refit_bytes", "refit_seconds", "refit_verified", "response_tokens_max", "response_tokens_mean", "reward_by_source",
     "reward_error", "reward_mean", "reward_std", "reward_terms", "rollout_tokens", "sampled_rollouts",
     "sampling_rounds", "scorer_failures", "seconds", "skipped_fraction", "skipped_rollouts", "skipped_steps",
     "staleness", "step", "stop_reasons", "system", "tokens", "tokens_by_version", "tokens_per_s", "trained_tokens",

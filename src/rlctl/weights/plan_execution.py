@@ -75,9 +75,11 @@ def _apply(transform: Transform, values: torch.Tensor, copy: Copy, read: Read | 
     return with_adapter(base, read(transform.a)[:, columns], read(transform.b)[rows], transform.scale)
 
 
-def with_adapter(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """weight + scale * (b @ a), in float32."""
-    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
+def with_adapter(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """weight + scale * (b @ a), in float32 (into `out`, if given)."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale, out=out)
 
 
 def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -105,7 +105,7 @@ class DTensorWorker(PolicyRank):
 
     def sent_parameters(self) -> dict[str, Tensor]:
         """The weights that engines receive: copies of rounded ones."""
-        sent, grid = self.parameters(), self.grid
+        sent, grid = dict(super().sent_parameters()), self.grid
         if grid is not None:
             for name in grid.parts:
                 sent[name] = self._narrowed(sent[name])

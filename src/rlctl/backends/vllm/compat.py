@@ -259,6 +259,17 @@ def start_ranks(arguments: Mapping[str, Any], ended: Callable[[], None]) -> Any:
     return executor
 
 
+def memory_of_weights(config: Any) -> AbstractContextManager[Any]:
+    """Allocate tensors that sleep and wake with the model's weights, where the engine can sleep."""
+    from vllm.platforms import current_platform
+
+    if not (config.model_config.enable_sleep_mode and current_platform.is_cuda_alike()):
+        return nullcontext()
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return CuMemAllocator.get_instance().use_memory_pool(tag="weights")
+
+
 def give_up(llm_engine: Any) -> None:
     """End the ranks of this host, and whoever waits for their answers."""
     executor = llm_engine.engine_core.engine_core.model_executor

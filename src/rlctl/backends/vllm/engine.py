@@ -24,9 +24,13 @@ from rlctl.data.image_sources import IMAGE
 from rlctl.data.rollouts import TIMEOUT
 from rlctl.errors import InputError, PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 from rlctl.garbage import many_objects
+from rlctl.settings.training import Rounding
+from rlctl.weights.adapters import AdapterRow
 
 ABORTED = "abort"
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps
+WEIGHT_END, ADAPTER_END = "rlctl_weights", "rlctl_adapters"
+"""The parts of a worker that receive weights and adapters (`weights/transfer.py`)."""
 POISONED = -1
 DISCARDED = -2
 """Stands for the version of weights that were spoiled on purpose."""
@@ -53,6 +57,8 @@ class VllmEngine:
         self._version = 0
         self._updating: int | None = None
         """Version of a refit in progress or failed; the engine refuses to generate."""
+        self._adapted = False
+        """Adapters follow each base (`AdapterReceiver`)."""
         self._clock = AwakeClock()
         self._failed: Exception | None = None
         """The error of a step. vLLM's scheduler, or the device's context, may be broken although the process lives."""
@@ -82,7 +88,8 @@ class VllmEngine:
         with self._lock.ask():
             if self._engine is None:
                 return
-            self._rpc("rlctl_weights.close")
+            self._rpc(f"{WEIGHT_END}.close")
+            self._rpc(f"{ADAPTER_END}.close")
             if self._hosts is not None:
                 self._hosts.close()
             self._engine.shut_down()
@@ -278,26 +285,37 @@ class VllmEngine:
 
     # Refits
 
-    def refit_open(self, table: tuple[Any, ...], receive: str) -> None:
+    def adapters(self) -> AdapterReceiver:
+        return AdapterReceiver(self)
+
+    def refit_open(self, table: tuple[Any, ...], receive: str, end: str = WEIGHT_END) -> None:
+        """`end`, here and below: the part of each worker that receives."""
         with self._lock.ask():
             self._memory.wake(WEIGHTS)
-            self._rpc("rlctl_weights.open", table, receive)
+            if end == WEIGHT_END:
+                self._adapted = False
+            self._rpc(f"{end}.open", table, receive)
 
-    def refit_needs(self) -> list[Any]:
+    def refit_adapt(self, rows: tuple[AdapterRow, ...], rounding: Rounding, adds: bool) -> None:
         with self._lock.ask():
-            return self._rpc("rlctl_weights.need", f"engine {self.index}")
+            self._rpc(f"{ADAPTER_END}.adapt", rows, rounding, adds)
+            self._adapted = True
 
-    def refit_connect(self, connections: tuple[Any, ...]) -> None:
+    def refit_needs(self, end: str = WEIGHT_END) -> list[Any]:
         with self._lock.ask():
-            self._rpc("rlctl_weights.connect_own", f"engine {self.index}", connections)
+            return self._rpc(f"{end}.need", f"engine {self.index}")
 
-    def refit_begin(self, version: int) -> None:
+    def refit_connect(self, connections: tuple[Any, ...], end: str = WEIGHT_END) -> None:
+        with self._lock.ask():
+            self._rpc(f"{end}.connect_own", f"engine {self.index}", connections)
+
+    def refit_begin(self, version: int, end: str = WEIGHT_END) -> None:
         """Begin a refit: wait for samples in flight, keep them, or end them (`EngineSpec.in_flight`)."""
         with self._lock.ask():
             self._halt_samples()
             self._memory.wake(WEIGHTS)
             self._updating = version
-            self._rpc("rlctl_weights.begin")
+            self._rpc(f"{end}.begin")
 
     def _halt_samples(self) -> None:
         if self.spec.in_flight in ("wait", "turns"):
@@ -330,13 +348,15 @@ class VllmEngine:
         later, self._later = self._later, []
         self._begin(later)
 
-    def refit_receive(self, update_info: dict[str, Any]) -> None:
+    def refit_receive(self, update_info: dict[str, Any], end: str = WEIGHT_END) -> None:
         with self._lock.ask():
-            self._rpc("rlctl_weights.receive_update", update_info)
+            self._rpc(f"{end}.receive_update", update_info)
 
-    def refit_finish(self, version: int) -> float:
+    def refit_finish(self, version: int, end: str = WEIGHT_END) -> float:
         with self._lock.ask():
-            self._rpc("rlctl_weights.finish")
+            self._rpc(f"{end}.finish")
+            if self._adapted and end == WEIGHT_END:
+                return 0.0  # a base without its adapters: these complete the refit
             loaded = time.perf_counter()
             # Samples kept in flight recompute their tokens under the new weights.
             if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._samples)):
@@ -364,19 +384,19 @@ class VllmEngine:
             self._updating = POISONED
             return sum(self._rpc("rlctl_weights.poison"))
 
-    def refit_close(self) -> None:
+    def refit_close(self, end: str = WEIGHT_END) -> None:
         with self._lock.ask():
             if self._engine is not None:
-                self._rpc("rlctl_weights.close")
+                self._rpc(f"{end}.close")
 
-    def received(self) -> list[Any]:
+    def received(self, end: str = WEIGHT_END) -> list[Any]:
         with self._lock.ask():
-            return self._rpc("rlctl_weights.received")
+            return self._rpc(f"{end}.received")
 
-    def readings(self, tensors: list[str] | None = None) -> list[Any]:
+    def readings(self, tensors: list[str] | None = None, end: str = WEIGHT_END) -> list[Any]:
         with self._lock.ask():
             self._memory.wake(WEIGHTS)
-            return [reading for worker in self._rpc("rlctl_weights.readings", tensors) for reading in worker]
+            return [reading for worker in self._rpc(f"{end}.readings", tensors) for reading in worker]
 
     def values(self, tensor: str) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
         with self._lock.ask():
@@ -425,6 +445,53 @@ def _as_image(pixels: np.ndarray) -> Any:
     from PIL import Image
 
     return Image.fromarray(pixels)
+
+
+class AdapterReceiver:
+    """The receiving side for adapters of an engine that keeps their base; methods as in
+    `backends.base.AdapterReceiver`."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+
+    def refit_adapt(self, rows: tuple[AdapterRow, ...], rounding: Rounding, adds: bool) -> None:
+        self._engine.refit_adapt(rows, rounding, adds)
+
+    def refit_open(self, table: tuple[Any, ...], receive: str) -> None:
+        self._engine.refit_open(table, receive, ADAPTER_END)
+
+    def refit_needs(self) -> list[Any]:
+        return self._engine.refit_needs(ADAPTER_END)
+
+    def refit_connect(self, connections: tuple[Any, ...]) -> None:
+        self._engine.refit_connect(connections, ADAPTER_END)
+
+    def refit_begin(self, version: int) -> None:
+        self._engine.refit_begin(version, ADAPTER_END)
+
+    def refit_receive(self, update_info: dict[str, Any]) -> None:
+        self._engine.refit_receive(update_info, ADAPTER_END)
+
+    def refit_finish(self, version: int) -> float:
+        return self._engine.refit_finish(version, ADAPTER_END)
+
+    def refit_reject(self, version: int) -> None:
+        self._engine.refit_reject(version)
+
+    def refit_close(self) -> None:
+        self._engine.refit_close(ADAPTER_END)
+
+    def weight_version(self) -> int:
+        return self._engine.weight_version()
+
+    def received(self) -> list[Any]:
+        return self._engine.received(ADAPTER_END)
+
+    def readings(self, tensors: list[str] | None = None) -> list[Any]:
+        return self._engine.readings(tensors, ADAPTER_END)
+
+    def poison(self) -> int:
+        return self._engine.poison()
 
 
 class DeviceMemory:

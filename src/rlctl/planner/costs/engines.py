@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.costs.memory import PhaseMemory, graph_bytes
-from rlctl.planner.costs.parameters import attended, count, kv_bytes_per_token
+from rlctl.planner.costs.parameters import adapted_matrices, attended, count, kv_bytes_per_token
 from rlctl.planner.costs.vision_tower import encoder_cache_bytes, tower_operations
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
@@ -45,6 +45,13 @@ def _layers_bytes(facts: ModelFacts, choice: GenerationChoice) -> float:
     return choice.matrix_bytes * (dense + parts.experts / (choice.tp * choice.dp))
 
 
+def kept_base_bytes(request: Request, choice: GenerationChoice) -> float:
+    """Return bytes of the second copy of adapted matrices that a device keeps with `training.lora.refit` = delta."""
+    if request.adapters is None or request.adapters.refit != "delta":
+        return 0.0
+    return choice.matrix_bytes * adapted_matrices(request.facts, request.adapters, choice.tp) / choice.pp
+
+
 def kv_bytes_per_token_on_device(facts: ModelFacts, choice: GenerationChoice) -> float:
     """KV cache bytes of one token on one device: heads are split or repeated by TP; MLA's latent is on every device."""
     share = 1.0 if facts.mla is not None else 1 / min(choice.tp, facts.kv_heads)
@@ -73,6 +80,7 @@ def plan_kv(request: Request, choice: GenerationChoice) -> tuple[float, int]:
         return choice.kv_cache_bytes, int(choice.kv_cache_bytes / (per_token * choice.engine_gpus))
     free = (choice.memory_fraction or 0.9) * device.memory
     free = free - weight_bytes(facts, choice) - sum(overhead_bytes(facts, choice, request.constants).values())
+    free -= kept_base_bytes(request, choice)
     return free, max(0, int(free / per_token))
 
 
@@ -81,8 +89,10 @@ def generation_memory(request: Request, choice: GenerationChoice, policy_asleep:
     facts, constants = request.facts, request.constants
     if request.cluster.is_cpu:
         parts = {"weights": weight_bytes(facts, choice), "KV": choice.kv_cache_bytes / choice.engine_gpus}
+        parts |= {"base of adapters": kept} if (kept := kept_base_bytes(request, choice)) else {}
         return PhaseMemory(parts | {"engine": CPU_ENGINE_BYTES + constants.cpu_process_bytes})
     parts = {"weights": weight_bytes(facts, choice), "KV": choice.kv_cache_bytes}
+    parts |= {"base of adapters": kept} if (kept := kept_base_bytes(request, choice)) else {}
     return PhaseMemory(parts | overhead_bytes(facts, choice, constants) | {"policy asleep": policy_asleep})
 
 

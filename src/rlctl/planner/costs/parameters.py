@@ -256,6 +256,18 @@ def adapted_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) 
     return RankParameters(adapted, 0.0, 0.0, 0.0)
 
 
+def adapted_matrices(facts: ModelFacts, adapters: LoraChoice, tp: int) -> float:
+    """Return the adapted weights of the whole model on one of `tp` ranks."""
+    [stage] = stages(facts, TrainingChoice())
+    return _adapter_parameters(facts, stage, adapters, tp)[1]
+
+
+def adapter_elements(facts: ModelFacts, adapters: LoraChoice) -> float:
+    """Return the elements of all adapters, each once."""
+    [stage] = stages(facts, TrainingChoice())
+    return _adapter_parameters(facts, stage, adapters, 1)[0]
+
+
 @lru_cache(maxsize=65536)
 def _adapter_parameters(facts: ModelFacts, stage: Stage, adapters: LoraChoice, tp: int) -> tuple[float, float]:
     """(adapters of a tensor-parallel rank, adapted weights). Column-split matrices have a whole A, row-split ones a

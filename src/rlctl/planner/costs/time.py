@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
-from rlctl.planner.costs.engines import group_rate, weight_bytes
+from rlctl.planner.costs.engines import group_rate, kept_base_bytes, weight_bytes
 from rlctl.planner.costs.memory import (
     element_bytes,
     layer_activation_bytes,
@@ -22,6 +22,7 @@ from rlctl.planner.costs.memory import (
 from rlctl.planner.costs.parameters import (
     RankParameters,
     Stage,
+    adapter_elements,
     attended,
     count,
     distinct_stages,
@@ -404,19 +405,28 @@ def remote_share(choice: TrainingChoice, cluster: ClusterFacts, colocated: bool)
     return max(0.0, 1 - node / once)
 
 
+def _adapter_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
+    assert choice.adapters is not None
+    return adapter_elements(facts, choice.adapters) * element_bytes(choice)
+
+
 def refit_time(
     request: Request, choice: TrainingChoice, generation: GenerationChoice, colocated: bool, mover: str | None = None
 ) -> float:
     """Seconds to refit the engines, offloading before and waking after included. `mover` None: the fastest there is."""
     facts, cluster, device, constants = request.facts, request.cluster, request.cluster.device, request.constants
-    payload = count(facts).total * element_bytes(choice)
+    alone = choice.adapters is not None and choice.adapters.refit != "merged"
+    payload = _adapter_bytes(facts, choice) if alone else count(facts).total * element_bytes(choice)
     host = math.inf if cluster.is_cpu else device.host_link * constants.pageable_copy
     detour = transport_facts(mover).detour_s(payload, Rates(constants.disk_bytes_per_s, host)) if mover else 0.0
     if cluster.is_cpu:
         far = payload / device.network if cluster.nodes > 1 and not colocated else 0.0
         # Measured: 0.8 to 1.6 GB/s through shared memory, 0.1 s of handshakes.
-        return detour + far + 0.1 + payload / 1.35e9
-    received = weight_bytes(facts, generation)
+        # Adapters alone: 0.04 s, and 1.1 GB/s of the base to add them and pack the sums (benchmarks/RESULTS.md).
+        return detour + far + (0.04 if alone else 0.1) + payload / 1.35e9 + kept_base_bytes(request, generation) / 1.1e9
+    received = payload if alone else weight_bytes(facts, generation)
+    # The base is read, widened, added to, and narrowed: ten times its bytes.
+    detour += 10 * kept_base_bytes(request, generation) / device.memory_bandwidth
     if generation.matrix_bytes <= 1 and element_bytes(choice) > 1:  # the engine makes float8 blocks of each matrix
         detour += tensor_count(facts) * constants.refit_quantize_s
     if colocated:

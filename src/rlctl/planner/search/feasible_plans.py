@@ -11,7 +11,13 @@ from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
 from rlctl.planner.costs.checkpoint import save_of
-from rlctl.planner.costs.engines import generation_memory, generation_time, steady_generation_time, weight_bytes
+from rlctl.planner.costs.engines import (
+    generation_memory,
+    generation_time,
+    kept_base_bytes,
+    steady_generation_time,
+    weight_bytes,
+)
 from rlctl.planner.costs.time import refit_time
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import RANGES, Constants
@@ -380,7 +386,8 @@ def _memory(
         phases["logprobs"] = mem.PhaseMemory(phases["logprobs"].parts | waits)
     engine = generation_memory(request, generation, policy_asleep(request, training) if colocated else 0.0)
     if colocated:
-        refit = mem.refit_memory(request, training.choice, weight_bytes(request.facts, generation))
+        held = weight_bytes(request.facts, generation) + kept_base_bytes(request, generation)
+        refit = mem.refit_memory(request, training.choice, held)
         phases["refit"] = mem.PhaseMemory(refit.parts | waits)
     else:
         workers = generation.tp * generation.pp

@@ -58,6 +58,8 @@ def _ruled(plan: Plan, request: Request, rejected: list[Rejected], backend_rule:
             yield "generation.devices", plan.engine_devices, shortest
         assert plan.mover is not None  # weights go from the policy to the engines
         yield "mover", plan.mover, transport_facts(plan.mover).way
+        if training.adapters is not None:
+            yield "training.lora.refit", training.adapters.refit, training.adapters.why
         if (work := plan.workload).staleness is not None:
             rule = "Rollouts depend on run.seed only."
             if work.in_flight is not None:

@@ -374,8 +374,14 @@ def _output_rows(module: Any, kind: set[str], tp: int, rank: int) -> list[Rows]:
     return [held.all_rows(module.output_size)]
 
 
-def _storage(module: torch.nn.Module) -> Storage:
+def base_product(module: Any) -> Any:
+    """Return a layer's product without adapters (`adapters.AddedProduct`); None: it has none for CPUs."""
     product = getattr(module, "cpu_linear", None)
+    return getattr(product, "base", product)
+
+
+def _storage(module: torch.nn.Module) -> Storage:
+    product = base_product(module)
     # The plain fallback is a lambda around the live weight: it reads the parameter at each call.
     packed = product is not None and bool(getattr(product, "__closure__", None))
     return Storage.REPACKED if packed else Storage.PLAIN

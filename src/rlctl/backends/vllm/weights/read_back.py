@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from rlctl.backends.vllm.weights.locate import StoredMatrices, StoredMatrix, stored_matrices
+from rlctl.backends.vllm.weights.locate import StoredMatrices, StoredMatrix, base_product, stored_matrices
 from rlctl.backends.vllm.weights.reload import abandon
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import VerificationError
@@ -68,7 +68,7 @@ def _products(matrix: StoredMatrix) -> Iterator[tuple[int, torch.Tensor]]:
         width = min(READ_COLUMNS, matrix.columns - first)
         eye = torch.zeros(width, matrix.columns, dtype=weight.dtype)
         eye[:, first : first + width].fill_diagonal_(1.0)
-        yield first, module.cpu_linear(eye, weight, None)
+        yield first, base_product(module)(eye, weight, None)
 
 
 def values(matrices: list[StoredMatrix], tensor: str) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:

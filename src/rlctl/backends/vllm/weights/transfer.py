@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, Literal, cast
 
@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 from rlctl.backends.vllm import compat, cpu, recorded_experts
 from rlctl.backends.vllm.args import PLAIN_PARAMETERS
 from rlctl.backends.vllm.weights import locate, read_back
+from rlctl.backends.vllm.weights.adapters import WorkerAdapters
 from rlctl.backends.vllm.weights.assign import Assignment, all_loaded, assign
 from rlctl.backends.vllm.weights.reload import Reload, abandon
 from rlctl.backends.vllm.weights.write import (
@@ -49,16 +50,18 @@ class WorkerWeights(ReceivingEnd):
 
     def __init__(self, worker: Any) -> None:
         super().__init__(worker.device)
-        self.model, self._config = worker.model_runner.get_model(), worker.vllm_config
+        self.model, self.config = worker.model_runner.get_model(), worker.vllm_config
         # Numbered among the workers of all replicas of the engine.
         parallel = worker.parallel_config
-        self._number = parallel.data_parallel_rank * parallel.world_size + worker.rank
+        self.number = parallel.data_parallel_rank * parallel.world_size + worker.rank
         self.table: tuple[TensorRow, ...] = ()
+        self.kept: dict[str, torch.Tensor] = {}
+        """The base of adapted parameters, which they were received with, by their names in the layout."""
 
     def open(self, table: tuple[TensorRow, ...], receive: Receive = "auto") -> None:
         """Decide how tensors will be received, and so what to ask for."""
         self.close()
-        self.table = table
+        self.table, self.kept = table, {}
         abandon(self.model)  # parameters of an interrupted reload are not in place
         self.assignment = self._assign({row[0] for row in table}, receive)
         loaded = [row for row in table if row[0] in self.assignment.loaded]
@@ -73,7 +76,14 @@ class WorkerWeights(ReceivingEnd):
         self.writer = ModelLoader(load, self.device, direct) if loaded else direct
 
     def targets(self) -> Mapping[str, Destination]:
-        return self.parameters.targets()
+        """Where each parameter goes. A kept base comes first into its memory, and from there into the model."""
+        live = self.parameters.targets()
+        kept = {name: Destination(memory, len(memory), (live[name].write,)) for name, memory in self.kept.items()}
+        return live | kept
+
+    def keep(self, kept: dict[str, torch.Tensor]) -> None:
+        """Keep the next weights of these parameters in `kept` too, which adapters are added to."""
+        self.kept = kept
 
     def _assign(self, tensors: set[str], receive: Receive) -> Assignment:
         if receive == "loader":
@@ -92,7 +102,7 @@ class WorkerWeights(ReceivingEnd):
         return assignment
 
     def need(self, engine: str) -> Need:
-        name, place = f"{engine} worker {self._number}", device_name(self.device)
+        name, place = f"{engine} worker {self.number}", device_name(self.device)
         if self.assignment.loaded:
             tensor, reason = next(iter(self.assignment.loaded.items()))
             whole_only = f"the loader takes whole tensors ({tensor}: {reason})"
@@ -101,29 +111,34 @@ class WorkerWeights(ReceivingEnd):
         return Need(name, this_node(), place, self.assignment.routes(), self.layout, whole_only)
 
     def connect_own(self, engine: str, connections: tuple[Connection, ...]) -> None:
-        connection = connections[self._number]
+        with self.joining(connections[self.number]) as connection:
+            self.connect(connection, f"{engine} worker {self.number}")
+
+    @contextmanager
+    def joining(self, connection: Connection) -> Iterator[Connection]:
+        """Join a group of processes, if `connection` has one, with NCCL's settings of the policy."""
         shared = connection.group is not None and self.device.type == "cuda"
         with compat.without_own_nccl_settings() if shared else nullcontext():
-            self.connect(connection, f"{engine} worker {self._number}")
+            yield connection
 
     def begin(self) -> None:
         abandon(self.model)
         self._received = Received(path=self.assignment.path)
         if self.assignment.loaded:
             self.reload = Reload(self.model, self.assignment.reloaded, self.assignment.unknown_storage)
-            with set_current_vllm_config(self._config):
+            with set_current_vllm_config(self.config):
                 self.reload.begin()
 
     def receive_update(self, update: dict[str, Any]) -> None:
-        with set_current_vllm_config(self._config):
+        with set_current_vllm_config(self.config):
             self._received.waited_s = self.receive(**update)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def finish(self) -> None:
         if self.assignment.loaded:
-            with set_current_vllm_config(self._config):
-                self.reload.finish(self._config.model_config)
+            with set_current_vllm_config(self.config):
+                self.reload.finish(self.config.model_config)
 
     def received(self) -> Received:
         return self._received
@@ -155,6 +170,8 @@ class WorkerWeights(ReceivingEnd):
 
     def poison(self) -> int:
         self.applied = None
+        for memory in self.kept.values():
+            memory.fill_(float("nan"))
         return read_back.poison(self.model, self.stored_buffers())
 
 
@@ -190,6 +207,7 @@ class RlctlWorkerExtension:
         cpu.make_stage_inputs(self.model_runner)
         compat.renew_input_norms(self.model_runner)
         self.rlctl_weights = WorkerWeights(self)
+        self.rlctl_adapters = WorkerAdapters(self.rlctl_weights)
         read_back.record_buffers(self.rlctl_weights.model)
 
     def rlctl_alive(self) -> None:

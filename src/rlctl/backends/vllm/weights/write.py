@@ -29,6 +29,13 @@ class Destination:
     rows: int
     packs: tuple[Callable[[torch.Tensor], None], ...] = ()
 
+    def write(self, values: torch.Tensor) -> None:
+        """Write all rows."""
+        if self.memory is not None:
+            self.memory.copy_(values)
+        for pack in self.packs:
+            pack(values if self.memory is None else self.memory)
+
 
 class LiveParameters:
     """The places in one worker's model that are written directly."""
