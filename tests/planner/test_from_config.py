@@ -121,6 +121,7 @@ def test_experts_one_after_the_other_and_rows_of_one_rollout_have_their_own_time
         ("meta-llama/Llama-3.1-8B", ["cluster.gpu=h100", "training.lora.refit=merged"], "merged", "Pinned"),
         ("meta-llama/Llama-3.1-8B", ["cluster.gpu=h100", "vllm.quantization=fp8"], "merged", "vllm.quantization"),
         ("HuggingFaceTB/SmolLM2-135M", ["cluster.gpu=cpu", "training.lora.refit=adapters"], "adapters", "Pinned"),
+        ("deepseek-ai/DeepSeek-V3", ["cluster.gpu=h200", "cluster.nodes=32"], "merged", "latent attention"),
     ],
 )
 def test_the_plan_says_how_adapters_reach_the_engines(name: str, sets: list[str], way: str, why: str) -> None:

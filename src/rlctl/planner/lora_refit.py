@@ -44,6 +44,10 @@ def why_no_delta(config: EngineConfig, facts: ModelFacts) -> str:
         return f"vllm.quantization = {config.vllm.passed['quantization']} stores weights in another form than the sum"
     if config.generation.discard_weights:
         return "generation.discard_weights drops the base before each refit"
+    if facts.mla is not None:
+        return "engines make other matrices from kv_b_proj of latent attention, which rlctl adds no adapters to"
+    if facts.vision is not None:
+        return "engines of models that read images were not compared with a kept base"
     if facts.listed:
         return "where vLLM stores the matrices of this model family is known only once an engine runs"
     return ""
@@ -58,8 +62,6 @@ def why_no_adapters(config: EngineConfig, facts: ModelFacts, on_cpu: bool) -> st
             f"in model.dtype = {config.model.dtype} products plus adapters differ from the merged weights that the "
             "trainer computes with by more than rounding"
         )
-    if facts.mla is not None:
-        return "latent attention computes with matrices made from kv_b_proj, past its product"
     if facts.moe is not None:
         return "layers of experts do not compute with each matrix's product"
     return why_no_delta(config, facts)
