@@ -1677,3 +1677,11 @@ def test_the_sliding_puzzle_is_an_environment_with_turns(tmp_path: Path) -> None
     assert not result.unsupported
     # Its script reads neither prompts nor rewards of the recipe, whatever the files below it name.
     assert not [key for key in result.values if key.startswith(("data.", "reward.", "validation.data"))]
+
+
+def test_muon_of_a_recipe_has_its_fields_or_megatrons_defaults(tmp_path: Path) -> None:
+    block = {"optimizer": "dist_muon", "lr": 1e-5, "muon_momentum": 0.9, "muon_scale_mode": "spectral"}
+    policy = {"megatron_cfg": {"enabled": True, "optimizer": block}}
+    found = learning(import_recipe(written(tmp_path, {"grpo": {}, "policy": policy})))
+    expected = {"optimizer": "muon", "muon_momentum": 0.9, "muon_nesterov": False, "muon_scale": 1.0}
+    assert {key.partition(".")[2]: value for key, value in found.items()}.items() >= expected.items()

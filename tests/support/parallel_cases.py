@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ class Case:
     replay: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    optimizer: Literal["adamw", "muon"] = "adamw"
     megatron: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     backend: str = "megatron"
@@ -123,8 +124,9 @@ class Loss:
 def spec_of(case: Case) -> PolicySpec:
     o = Optim()
     optimizer = OptimizerConfig(
-        lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay, clip_grad=o.clip
-    )
+        optimizer=case.optimizer, lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay,
+        clip_grad=o.clip,
+    )  # fmt: skip
     return PolicySpec(
         facts(case.kind),
         case.parallel,

@@ -6,11 +6,11 @@ Also the map from transformers' weights to Megatron's, written out tensor by ten
 from __future__ import annotations
 
 import unittest.mock
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -44,6 +44,14 @@ class Optim:
     eps: float = 1e-2
     weight_decay: float = 0.1
     clip: float = 0.05
+
+
+class MatrixOptimizer(Protocol):
+    """An optimizer of some parameters of a model."""
+
+    def takes(self, parameter: Any) -> bool: ...
+
+    def step(self) -> None: ...
 
 
 @dataclass
@@ -195,15 +203,18 @@ def run_reference(
     weight: float,
     temperature: float = 1.0,
     truncation: Truncation | None = None,
+    hidden: Callable[[Any, Optim], MatrixOptimizer] | None = None,
 ) -> Reference:
-    """Two optimizer steps on the whole batch."""
+    """Two optimizer steps on the whole batch. `hidden`: the optimizer of the matrices of layers, which AdamW leaves."""
     model, optim, out = hf_model(kind), Optim(), Reference()
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() == 1]
+    by_hidden = hidden(model, optim) if hidden is not None else None
+    others = [p for p in model.parameters() if by_hidden is None or not by_hidden.takes(p)]
+    decay = [p for p in others if p.dim() > 1]
+    plain = [p for p in others if p.dim() == 1]
     groups = [{"params": decay, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
     for step in range(2):
-        adam.zero_grad()
+        model.zero_grad()
         total = 0.0
         for group, columns in batch.items():
             for row in range(columns.rollouts):
@@ -221,6 +232,8 @@ def run_reference(
         out.losses.append(total)
         out.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)))
         adam.step()
+        if by_hidden is not None:
+            by_hidden.step()
     out.params = megatron_weights(kind, model.state_dict())
     out.module_params = dict(model.state_dict())
     return out

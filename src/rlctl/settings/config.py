@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 from pydantic import model_validator
 
 from rlctl.config.facts import FREE
-from rlctl.config.section import Section
+from rlctl.config.section import Section, changed
 from rlctl.config.user_code import MODEL
 from rlctl.settings.data import DataConfig, ModelConfig
 from rlctl.settings.generation import FilterConfig, GenerationConfig, RefitConfig, RolloutsConfig, VllmConfig
@@ -166,6 +166,25 @@ class RlctlConfig(Section):
             raise ValueError(
                 f"run.keep_best_by = {by} needs a validation at each checkpoint: run.checkpoint_every = {saves} is no "
                 f"multiple of validation.every = {every}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def validate_optimizer(self) -> RlctlConfig:
+        settings = self.optimizer
+        if settings.optimizer != "muon":
+            odd = [key for key, _ in changed(settings, OptimizerConfig(), "optimizer.") if ".muon_" in key]
+            if odd:
+                raise ValueError(f"{odd[0]} has no effect: optimizer.optimizer = {settings.optimizer}")
+        elif self.training.lora.rank > 0:
+            raise ValueError(
+                "optimizer.optimizer = muon does not go with training.lora.rank > 0: Muon orthogonalizes updates of "
+                "whole matrices, and adapters are factors of low rank; set optimizer.optimizer = adamw"
+            )
+        elif "language" in self.model.freeze:
+            raise ValueError(
+                "optimizer.optimizer = muon does not go with model.freeze = language: Muon trains the matrices of the "
+                "language part; set optimizer.optimizer = adamw"
             )
         return self
 

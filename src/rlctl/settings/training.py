@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlctl.config.facts import CHOSEN, FOR_A_MACHINE, LAYOUT, PLANNED, REHEARSAL_DETAIL, SIZE, Flag, Unloadable
 from rlctl.config.section import (
@@ -148,9 +148,16 @@ class TrainingConfig(Section):
 Rounding = Literal["unbiased", "nearest"]
 
 
-class OptimizerConfig(PassThrough, section="optimizer"):
-    """Adam. Further keys are fields of Megatron's OptimizerConfig."""
+def _optimizer_name(name: Any) -> Any:
+    return {"adam": "adamw", "dist_muon": "muon"}.get(name, name)
 
+
+class OptimizerConfig(PassThrough, section="optimizer"):
+    """AdamW, or Muon. Further keys are fields of Megatron's OptimizerConfig."""
+
+    optimizer: Annotated[Literal["adamw", "muon"], BeforeValidator(_optimizer_name), Unloadable()] = "adamw"
+    """Optimizer: adamw, or muon (arXiv:2502.16982) for the matrices of hidden layers, with AdamW for the embedding,
+    head, norms and biases. Megatron's name `adam` is adamw."""
     lr: Annotated[PositiveNumber, Flag("lr", "Learning rate.")] = 1e-6
     """Learning rate; with a schedule, its peak. SFT, reward models and distillation on texts default to 1e-5."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -163,6 +170,15 @@ class OptimizerConfig(PassThrough, section="optimizer"):
     """Weight decay; by default it is decoupled from the gradient (AdamW)."""
     clip_grad: NonNegativeNumber = 1.0
     """Largest norm of the gradient; 0 turns clipping off."""
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of Muon's mean of gradients."""
+    muon_nesterov: bool = True
+    """Nesterov momentum: orthogonalize the mean of gradients one step ahead."""
+    muon_steps: Annotated[Positive, Field(le=20)] = 5
+    """Newton-Schulz iterations of Muon's orthogonalization."""
+    muon_scale: PositiveNumber = 0.2
+    """Size of Muon's updates: an orthogonal [rows, columns] update is multiplied by this and by
+    sqrt(max(rows, columns)). 0.2 gives AdamW's root mean square, so `lr` and `weight_decay` of AdamW apply."""
     rounding: Rounding = "unbiased"
     """Rounding of the optimizer's float32 weights to bfloat16 or float16: unbiased keeps the mean; nearest loses
     updates that are small relative to a weight."""

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from rlctl.backends.dtensor.tensor_parallel import local_part
+from rlctl.backends.muon import MOMENTUM, muon_of
 from rlctl.backends.policy_rank import Save
 from rlctl.checkpoints.background_writes import Snapshot, write_items
 from rlctl.checkpoints.megatron import pickles
@@ -90,20 +91,26 @@ def load(directory: Path, weights: Mapping[str, Tensor], optimizer: torch.optim.
         raise InputError(f"{directory} holds no {min(missing)}.", "Is it a checkpoint of the same model?")
     state_dict_loader.load(state, checkpoint_id=str(directory))
     for own in optimizer.state.values():
-        own["step"].fill_(float(state[STEP]))
+        if "step" in own:
+            own["step"].fill_(float(state[STEP]))
+    if (muon := muon_of(optimizer)) is not None:
+        muon.steps = int(state[STEP])
 
 
 def _state(weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, value.detach()) for name, value in weights.items())
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    step = torch.zeros(())
+    muon, step = muon_of(optimizer), torch.zeros(())
+    if muon is not None:
+        step = torch.tensor(float(muon.steps))
     for name, parameter in weights.items():
         if parameter not in trained:
             continue
-        state = optimizer.state[parameter]
+        state, by_muon = optimizer.state[parameter], muon is not None and muon.updates(parameter)
+        moments = (MOMENTUM,) if by_muon else MOMENTS
         if not state:
-            state |= {"step": torch.zeros((), device=parameter.device)}
-            state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-        yield from ((f"optimizer.state.{moment}.{name}", state[moment].detach()) for moment in MOMENTS)
-        step = state["step"]
+            state |= {} if by_muon else {"step": torch.zeros((), device=parameter.device)}
+            state |= {moment: torch.zeros_like(parameter) for moment in moments}
+        yield from ((f"optimizer.state.{moment}.{name}", state[moment].detach()) for moment in moments)
+        step = state.get("step", step)
     yield STEP, step.cpu().clone()

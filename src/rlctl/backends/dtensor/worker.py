@@ -62,6 +62,7 @@ class DTensorWorker(PolicyRank):
     def build_model(self) -> None:
         from rlctl.backends.dtensor.mixed_precision import round_gathered
         from rlctl.backends.dtensor.model import PolicyModel, ValueModel, build_model
+        from rlctl.backends.dtensor.muon import use_muon
         from rlctl.backends.dtensor.optimizer import build_optimizer
 
         spec, world = self.spec, self.layouts()
@@ -74,6 +75,8 @@ class DTensorWorker(PolicyRank):
         kind = ValueModel if self.spec.valued else PolicyModel
         self.model = build_model(spec, world, self.groups, self.device, frozen, kind)
         self.optimizer = build_optimizer(spec, self.model) if spec.teaches is None else None
+        if self.optimizer is not None and spec.optimizer.optimizer == "muon":
+            use_muon(self.optimizer, spec, world, self.rank, self.model.inner)
         self.grid = self.new_grid(world.layout(self.rank))
         if self.grid is not None:
             round_gathered(self.model, self.grid)

@@ -58,6 +58,14 @@ def arguments(spec: PolicySpec) -> list[SectionArguments]:
     ]
 
 
+ADAM_ALONE = {
+    "use_precision_aware_optimizer": "TransformerEngine's Adam packs its states",
+    "optimizer_cuda_graph": "Muon exchanges matrices within a step",
+    "decoupled_weight_decay": "Muon's weight decay is decoupled",
+}
+"""Fields of OptimizerConfig for AdamW alone."""
+
+
 def refuse_wrong_numbers(spec: PolicySpec) -> None:
     """Raise ConfigError for the first field of the `megatron` section that makes gradients wrong."""
     if spec.router_replay and spec.facts.moe is None:
@@ -69,6 +77,13 @@ def refuse_wrong_numbers(spec: PolicySpec) -> None:
         if spec.optimizer_offload and spec.optimizer.passed.get(key):
             raise ConfigError(
                 f"optimizer.{key} = True {cause}, and training.optimizer_offload moves them.", "Remove one of the two."
+            )
+    for key, cause in ADAM_ALONE.items() if spec.optimizer.optimizer == "muon" else ():
+        usual = key == "decoupled_weight_decay"
+        if spec.optimizer.passed.get(key, usual) != usual:
+            raise ConfigError(
+                f"optimizer.{key} = {spec.optimizer.passed[key]} does not go with optimizer.optimizer = muon: {cause}.",
+                "Remove one of the two.",
             )
     for key, cause in quantization_problems(spec.facts, spec.quantization, spec.parallel, spec.dtype):
         raise ConfigError(f"training.quantization.{key} is refused: {cause}.", "Change it.")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlctl.backends.host_memory import HostMemory, pairs
 from rlctl.backends.megatron.masters import RoundingOptimizer
+from rlctl.backends.muon import muon_of
 from rlctl.errors import ConfigError
 from rlctl.planner.inputs.constants import OPTIMIZER_PART_BYTES
 
@@ -47,8 +48,14 @@ class HostStates:
         self._kept: dict[int, tuple[Tensor, list[Tensor]]] = {}
         """By the identity of a state: it (so that it lives), and its bytes."""
         self.parts, size, groups = list[Part](), 0, owner.optimizer.param_groups
+        self._muon = muon_of(owner.optimizer)
+        self._matrices: Part = [[] for _ in groups]
+        """The parameters that Muon updates together."""
         for index, group in enumerate(groups):
             for param in group["params"]:
+                if self._muon is not None and self._muon.updates(param):
+                    self._matrices[index].append(param)
+                    continue
                 needs = 4 * param.numel() * (3 if id(param) in self._masters else 2)
                 if not self.parts or size + needs > PART_BYTES:
                     self.parts.append([[] for _ in groups])
@@ -56,9 +63,13 @@ class HostStates:
                 self.parts[-1][index].append(param)
                 size += needs
         inner: Any = owner.optimizer
-        self._step, inner.step = inner.step, self.step
+        self._step, inner.step = inner.step if self._muon is None else self._muon.step_others, self.step
         for group in groups:
             self._put_away(group["params"], changed=True)
+
+    @property
+    def all_parts(self) -> list[Part]:
+        return [self._matrices, *self.parts]
 
     def _states(self, params: Iterable[Tensor]) -> Iterator[Tensor]:
         for param in params:
@@ -113,6 +124,15 @@ class HostStates:
         """Replace the optimizer's step: step and update the model a part at a time. `empty`: create states without
         gradients."""
         owner = self._owner
+        if self._muon is not None:
+            with self.visit(self._matrices):
+                if empty:
+                    with self._muon.creating_states():
+                        self._muon.step_matrices()
+                else:
+                    RoundingOptimizer.look(owner)
+                    self._muon.step_matrices()
+                    owner.copy_weights()
         counts = {id(group): group["step"] for group in owner.optimizer.param_groups if "step" in group}
         for part in self.parts:
             with self.visit(part) as params:
@@ -144,7 +164,7 @@ class HostedOptimizer(RoundingOptimizer):
         """Every part of the step has done so."""
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
-        for part in self.host_states.parts:
+        for part in self.host_states.all_parts:
             with self.host_states.visit(part):
                 for model, master in self.masters():
                     master.data.copy_(model)

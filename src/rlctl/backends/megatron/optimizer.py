@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from rlctl.backends.megatron.args import ddp_values, optimizer_values
 from rlctl.backends.megatron.compat import make_config
 from rlctl.backends.megatron.host_states import keep_on_host
 from rlctl.backends.megatron.masters import round_weights
+from rlctl.backends.muon import muon_of
 from rlctl.backends.results import StepOutcome
 
 
@@ -47,8 +48,9 @@ def wrap_chunks(spec: PolicySpec, config: Any, models: list[Any]) -> list[Any]:
     return chunks
 
 
-def build_optimizer(spec: PolicySpec, chunks: list[Any]) -> Any:
-    """Megatron's AdamW with its weight-decay exclusions (biases and norms)."""
+def build_optimizer(spec: PolicySpec, chunks: list[Any], use_muon: Callable[[Any], None]) -> Any:
+    """Megatron's AdamW with its weight-decay exclusions (biases and norms). `use_muon` has Muon update an optimizer's
+    hidden matrices. Collective."""
     config = make_config(OptimizerConfig, optimizer_values(spec), spec.optimizer.passed, "optimizer")
     # With offload the float32 weights need as much room as gradients before they leave.
     with without_gradients(chunks) if spec.optimizer_offload else contextlib.nullcontext():
@@ -56,6 +58,8 @@ def build_optimizer(spec: PolicySpec, chunks: list[Any]) -> Any:
         for inner in inner_optimizers(optimizer) if spec.dtype != "float32" else ():
             round_weights(inner, spec.optimizer)
         share_loss_scale(inner_optimizers(optimizer))
+        if spec.optimizer.optimizer == "muon":
+            use_muon(optimizer)
         if spec.optimizer_offload:
             memory = HostMemory()
             for inner in inner_optimizers(optimizer):
@@ -116,7 +120,9 @@ def make_states(optimizer: Any) -> None:
         rates = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = 0.0  # Megatron makes states by a step without gradients, which decays the weights
-        inner._init_optimizer_states_with_dummy_values()
+        muon = muon_of(inner.optimizer)
+        with muon.creating_states() if muon is not None else contextlib.nullcontext():
+            inner._init_optimizer_states_with_dummy_values()
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
     set_count(optimizer, steps)
@@ -126,6 +132,8 @@ def set_count(optimizer: Any, steps: float) -> None:
     """Set the number of steps: a number per group in TransformerEngine's Adam, a device tensor per parameter in
     torch's."""
     for inner in inner_optimizers(optimizer):
+        if (muon := muon_of(inner.optimizer)) is not None:
+            muon.steps = int(steps)
         for group in inner.optimizer.param_groups:
             group["step"] = int(steps)
         for state in inner.optimizer.state.values():
@@ -137,6 +145,7 @@ def count_of(optimizer: Any) -> int:
     """The number of steps taken, which is the same for all parameters."""
     counts = [0]
     for inner in inner_optimizers(optimizer):
+        counts += [muon.steps] if (muon := muon_of(inner.optimizer)) is not None else []
         counts += [int(state["step"]) for state in inner.optimizer.state.values() if "step" in state][:1] or [
             int(group.get("step", 0)) for group in inner.optimizer.param_groups if group["params"]
         ]

@@ -65,7 +65,7 @@ class MegatronWorker(PolicyRank):
         torch.manual_seed(spec.seed)
 
     def build_model(self) -> None:
-        from rlctl.backends.megatron import balance, model, optimizer, routing
+        from rlctl.backends.megatron import balance, model, muon, optimizer, routing
 
         spec = self.spec
         self.config = model.model_config(spec, finalize_model_grads_func=optimizer.finalize_without_scaling)
@@ -78,7 +78,10 @@ class MegatronWorker(PolicyRank):
         self.chunks = optimizer.wrap_chunks(spec, self.config, models)
         self.optimizer: Any = None
         if spec.teaches is None:
-            self.optimizer = optimizer.build_optimizer(spec, self.chunks)
+            named, world = dict(self._named()), self.layouts()
+            self.optimizer = optimizer.build_optimizer(
+                spec, self.chunks, lambda made: muon.use_muon(made, spec, world, self.rank, named)
+            )
             self.config.grad_scale_func = self.optimizer.scale_loss
             self.movement = self.new_movement()
             for inner in optimizer.inner_optimizers(self.optimizer):

@@ -606,6 +606,30 @@ def learning_rate(leaf: Leaf) -> tuple[str, Any]:
     return key, leaf.get(key)
 
 
+MUONS = ("muon", "dist_muon")
+"""Megatron's names of Muon; the second has its states sharded."""
+
+
+def optimizer(leaf: Leaf) -> None:
+    """Map the optimizer's name. Of Muon's fields, those that a recipe leaves out have Megatron's defaults."""
+    if leaf.value not in MUONS:
+        only("adam", reason="the optimizer is AdamW or Muon", settled_by="optimizer.optimizer")(leaf)
+        return
+    leaf.map("optimizer.optimizer", "muon")
+    block = f"{MEGATRON}.optimizer.muon_"
+    for key, names, usual in (
+        ("optimizer.muon_nesterov", ("use_nesterov", "nesterov"), False),
+        ("optimizer.muon_scale", ("extra_scale_factor",), 1.0),
+    ):
+        if all(leaf.get(block + name) is None for name in names):
+            leaf.set(key, usual)
+
+
+def of_muon(rule: Rule) -> Rule:
+    """Return the rule of a field that Megatron reads with Muon alone."""
+    return when(lambda leaf: leaf.get(f"{MEGATRON}.optimizer.optimizer") in MUONS, rule, "read with Muon alone")
+
+
 def states_on_host(leaf: Leaf) -> None:
     """Keep all optimizer states in host memory, where a recipe may name a fraction; none with a fraction of 0."""
     on = leaf.get(f"{MEGATRON}.optimizer.optimizer_offload_fraction") != 0

@@ -418,14 +418,26 @@ _MEGATRON: dict[str, Rule] = {
     "peft.lora_B_init_method": only("zero", reason="B begins as 0: the policy is its base at first"),
     "peft.lora_dtype": only(None, "None", reason="adapters are in model.dtype"),
     "peft.a2a_experimental": without("routed experts have no adapters"),
-    "optimizer.optimizer": only("adam", reason="the optimizer is Adam"),
+    "optimizer.optimizer": rules.optimizer,
+    "optimizer.muon_momentum": rules.of_muon(to("optimizer.muon_momentum")),
+    **dict.fromkeys(("optimizer.muon_use_nesterov", "optimizer.muon_nesterov"),
+                    rules.of_muon(to("optimizer.muon_nesterov"))),
+    "optimizer.muon_num_ns_steps": rules.of_muon(to("optimizer.muon_steps")),
+    "optimizer.muon_extra_scale_factor": rules.of_muon(to("optimizer.muon_scale")),
+    "optimizer.muon_scale_mode": rules.of_muon(
+        only("spectral", None, reason="updates grow by sqrt(max(rows, columns))", settled_by="optimizer.optimizer")
+    ),
+    "optimizer.muon_scalar_optimizer": rules.of_muon(
+        only("adam", None, reason="AdamW updates the other parameters", settled_by="optimizer.optimizer")
+    ),
+    "optimizer.muon_*": rules.of_muon(without("each published matrix is orthogonalized whole, as published")),
     "optimizer.lr": to("optimizer.lr"),
     "optimizer.weight_decay": to("optimizer.weight_decay"),
     "optimizer.clip_grad": to("optimizer.clip_grad", null=0),
     "optimizer.fp16": without("model.dtype"),
     "optimizer.bf16": without("model.dtype"),
     "optimizer.params_dtype": without("master weights are float32"),
-    "optimizer.sgd_momentum": without("the optimizer is Adam"),
+    "optimizer.sgd_momentum": without("the optimizer is not SGD"),
     "optimizer.use_distributed_optimizer": without("the optimizer is always distributed"),
     "optimizer.use_precision_aware_optimizer": without("optimizer states are float32"),
     "optimizer.optimizer_cpu_offload": rules.states_on_host,

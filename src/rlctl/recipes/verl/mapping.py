@@ -247,6 +247,17 @@ def transformer(leaf: Leaf) -> None:
     hand_on(leaf, f"megatron.{leaf.name.rpartition('.')[2]}", without("the installed Megatron-Core has no such field"))
 
 
+def named_optimizer(leaf: Leaf) -> None:
+    """Map the optimizer's name, in Megatron's or torch's spelling."""
+    name = str(leaf.value or "adam").lower()
+    if name in ("adam", "adamw", "fusedadam"):
+        leaf.skip("what rlctl does")
+    elif name in ("muon", "dist_muon"):
+        leaf.map("optimizer.optimizer", "muon")
+    else:
+        leaf.say("not yet", "the optimizer is AdamW or Muon", "optimizer.optimizer")
+
+
 def optimizer_field(leaf: Leaf) -> None:
     hand_on(leaf, f"optimizer.{leaf.name.rpartition('.')[2]}", without("the installed Megatron-Core has no such field"))
 
@@ -531,7 +542,7 @@ OPTIMIZER: dict[str, Rule] = {
         "scheduler.min_lr", (leaf.value or 0) * (leaf.get(f"{ACTOR}.optim.lr") or 0)
     ),
     "total_training_steps": without("run.steps"),
-    "optimizer": only("adam", "AdamW", None, reason="the optimizer is Adam with decoupled weight decay"),
+    "optimizer": named_optimizer,
     **each("override_optimizer_config", "optimizer_cpu_offload", if_on(to("training.optimizer_offload"))),
     **each(
         "override_optimizer_config",

@@ -19,6 +19,7 @@ from rlctl.recipes.verl.mapping import (
     backend,
     each,
     listed,
+    named_optimizer,
     validation_files,
     without,
 )
@@ -136,9 +137,7 @@ _OPTIMIZER: dict[str, Rule] = OPTIMIZER | {
     "lr_scheduler": OPTIMIZER["lr_scheduler_type"],
     "min_lr_ratio": min_ratio,
     "init_lr_ratio": lambda leaf: leaf.map("scheduler.init_lr", (leaf.value or 0) * (leaf.get("optim.lr") or 0)),
-    "optimizer": only(
-        "adam", "Adam", "AdamW", "FusedAdam", None, reason="the optimizer is Adam with decoupled weight decay"
-    ),
+    "optimizer": named_optimizer,
     **each(
         "",
         "exp_avg_dtype exp_avg_sq_dtype master_weights store_param_remainders",
