@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlctl.models.matrices import Matrix
+from rlctl.planner.inputs.constants import MUON_ROUND_ELEMENTS
 from rlctl.settings.training import OptimizerConfig
 from rlctl.weights.hidden_matrices import MatrixPart
 
@@ -25,8 +26,6 @@ COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Of the quintic polynomial, as published; torch.optim.Muon has the same."""
 EPS = 1e-7
 """Smallest norm that a matrix is divided by, as in torch.optim.Muon."""
-ROUND_ELEMENTS = 1 << 27
-"""Most elements of the matrices that a rank orthogonalizes at once (a larger matrix is alone): 256 MiB in bfloat16."""
 MOMENTUM = "momentum_buffer"
 """The name of the state, as in torch.optim.Muon."""
 
@@ -52,12 +51,12 @@ class Divided:
     group: Any
 
     def rounds(self) -> list[int]:
-        """Return the round of each matrix: owners fill rounds up to `ROUND_ELEMENTS`."""
+        """Return the round of each matrix: owners fill rounds up to `MUON_ROUND_ELEMENTS`."""
         rounds, filled = [0] * len(self.matrices), dict[int, tuple[int, int]]()
         for place, (matrix, owner) in enumerate(zip(self.matrices, self.owners, strict=True)):
             number, elements = filled.get(owner, (0, 0))
             size = math.prod(matrix.shape)
-            if elements and elements + size > ROUND_ELEMENTS:
+            if elements and elements + size > MUON_ROUND_ELEMENTS:
                 number, elements = number + 1, 0
             rounds[place], filled[owner] = number, (number, elements + size)
         return rounds

@@ -72,6 +72,8 @@ class TrainingChoice:
     """Bytes of an accumulated gradient element."""
     moment_bytes: int = 8
     """Bytes of an optimizer's moments of a parameter: Adam has two, in float32 unless set otherwise."""
+    muon_steps: int = 0
+    """Newton-Schulz steps of Muon, which has one momentum per element of a layer's matrix; 0: all are AdamW's."""
     threads: int | None = None
     """Processor threads of each rank, on a CPU."""
     adapters: LoraChoice | None = None

@@ -402,6 +402,7 @@ def plan_from_config(
     request = Request(
         facts, cluster, workload, pins, constants, precision, adapters, engine, grouped, gradient_bytes,
         moment_bytes(config.optimizer.passed), teacher, "teacher" if config.named_teacher else "reward_model",
+        muon_steps=config.optimizer.muon_steps if config.optimizer.optimizer == "muon" else 0,
         own_layers=unfused and not cluster.is_cpu,
         saves=config.run.save_final or config.run.checkpoint_every != 0,
         save_copies=config.run.save_copies,

@@ -21,6 +21,7 @@ HIDDEN_ROLES = frozenset(
     | {Role.EXPERT_STACK, Role.OTHER}
 )
 """Roles of hidden matrices. Whether a tensor of a family without a file (`OTHER`) is one depends on its module."""
+MATRIX = 2
 STACKED = 3
 """The axes of a tensor that holds a matrix of every expert."""
 
@@ -49,7 +50,7 @@ def hidden_matrices(matrices: Iterable[Matrix]) -> Iterator[Matrix]:
                 starts[stacked] += expert * matrix.tensor_steps[stacked]
                 axes, shape = matrix.axes[1:], matrix.shape[1:]
                 yield replace(matrix, expert=expert, shape=shape, axes=axes, tensor_starts=tuple(starts))
-        elif len(matrix.shape) == 2:
+        elif len(matrix.shape) == MATRIX:
             yield matrix
 
 
@@ -70,12 +71,13 @@ def parts_of(piece: Piece, spec: ParamSpec, candidates: Iterable[tuple[int, Matr
         )
         view, sides = view_of(spec, box), tuple(piece.axes.index(axis) for axis in matrix.axes)
         block = View(view.offset, tuple(view.shape[i] for i in sides), tuple(view.strides[i] for i in sides))
-        yield MatrixPart(place, *(hits[axis][2] for axis in matrix.axes), block)
+        row, column = (hits[axis][2] for axis in matrix.axes)
+        yield MatrixPart(place, row, column, block)
 
 
-def cost(matrix: Matrix) -> int:
+def cost(shape: Sequence[int]) -> int:
     """Return multiply-adds of one Newton-Schulz step of an [r, c] matrix with r <= c: r*r*c twice, and r*r*r."""
-    small, large = sorted(matrix.shape)
+    small, large = sorted(shape)
     return small * small * (2 * large + small)
 
 
@@ -83,9 +85,9 @@ def owners_of(matrices: Sequence[Matrix], holders: Callable[[Matrix], Sequence[i
     """Return the rank that orthogonalizes each matrix, one of its `holders`: the costliest first, each to the rank with
     the least work. Every rank makes the same list."""
     owners, work = [0] * len(matrices), dict[int, int]()
-    for place in sorted(range(len(matrices)), key=lambda place: -cost(matrices[place])):
+    for place in sorted(range(len(matrices)), key=lambda place: -cost(matrices[place].shape)):
         ranks = holders(matrices[place])
         owner = min(ranks, key=lambda rank: (work.get(rank, 0), rank))
         owners[place] = owner
-        work[owner] = work.get(owner, 0) + cost(matrices[place])
+        work[owner] = work.get(owner, 0) + cost(matrices[place].shape)
     return owners

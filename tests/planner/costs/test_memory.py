@@ -12,7 +12,7 @@ from rlctl.errors import NoPlanError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, LoraChoice, TrainingChoice
 from rlctl.planner.costs.checkpoint import save_of
-from rlctl.planner.costs.engines import generation_time, overhead_bytes, plan_kv, weight_bytes
+from rlctl.planner.costs.engines import generation_time, group_rate, overhead_bytes, plan_kv, weight_bytes
 from rlctl.planner.costs.memory import (
     activation_bytes,
     host_memory,
@@ -357,3 +357,30 @@ def test_length_distribution_keeps_its_mean_and_limit() -> None:
         assert sum(share for _, share in lengths.buckets) == pytest.approx(1.0)
         assert sum(share * length for length, share in lengths.buckets) == pytest.approx(mean, rel=0.01)
         assert lengths.longest <= lengths.limit
+
+
+def test_muon_has_one_momentum_for_a_matrix_of_a_layer_and_its_products_take_time() -> None:
+    """Counted by hand: Llama-3.1-8B has 2 [4096, 4096], 2 [1024, 4096] and 3 [14336, 4096] matrices in each of 32
+    layers, and a Newton-Schulz step of [r, c] has 2 r (2 r c + r r) operations."""
+    facts, adam = model("Llama-3.1-8B"), TrainingChoice(ParallelSpec(dp=8))
+    muon, hidden = replace(adam, muon_steps=5), 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    (stage,) = stages(facts, adam)
+    states = [state_bytes(facts, stage, choice)["optimizer"] for choice in (adam, muon)]
+    assert states[0] - states[1] == 4 * hidden / 8
+    request = Request(facts, make_cluster("h100", 1), Workload())
+    more = training_time(request, muon, False).optimizer - training_time(request, adam, False).optimizer
+    steps = ((2, 4096, 4096), (2, 1024, 4096), (3, 4096, 14336))
+    operations = 5 * 32 * sum(count * 2 * r * r * (2 * c + r) for count, r, c in steps)
+    device = request.cluster.device
+    work = operations / 8 / (device.flops("bf16") * request.constants.matmul_efficiency)
+    sent = 2 * 2 * hidden / 8 * 7 / 8 / group_rate(request, 1, 8)
+    assert more == pytest.approx(request.workload.optimizer_steps * (work + sent))
+
+
+def test_muon_plans_each_expert_of_a_stage() -> None:
+    """Qwen3-30B-A3B: 48 layers of 128 experts, each 3 [768, 2048] matrices, over 8 ranks."""
+    facts, adam = model("Qwen3-30B-A3B"), TrainingChoice(ParallelSpec(dp=8, ep=8))
+    (stage,) = stages(facts, adam)
+    states = [state_bytes(facts, stage, c)["optimizer"] for c in (adam, replace(adam, muon_steps=5))]
+    dense = 2048 * (2 * 32 * 128 + 2 * 4 * 128 + 128)  # queries and output, keys and values, router
+    assert states[0] - states[1] == pytest.approx(4 * 48 * (dense + 128 * 3 * 768 * 2048) / 8)

@@ -23,6 +23,7 @@ def use_muon(optimizer: Any, spec: PolicySpec, world: MegatronWorld, rank: int, 
     """Have Muon update the hidden matrices of an optimizer. `named`: parameters by their names in the layout.
     Collective."""
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)  # a pipeline stage
+    assert not isinstance(group, int)  # Megatron's type includes -1, for a rank without a group
     ranks = torch.distributed.get_process_group_ranks(group)
     stage = rank // world.parallel.stage_size
     matrices = [m for layer in world.layers_of(stage) for m in hidden_matrices(world.weights.layer(layer))]

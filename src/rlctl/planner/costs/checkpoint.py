@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlctl.planner.choice import TrainingChoice
-from rlctl.planner.costs.memory import element_bytes, master_and_moments, snapshot_bytes
+from rlctl.planner.costs.memory import element_bytes, master_and_moments, optimizer_bytes, snapshot_bytes
 from rlctl.planner.costs.parameters import stages, trained_parameters
 from rlctl.planner.inputs.request import Request
 
@@ -30,7 +30,9 @@ def save_of(request: Request, choice: TrainingChoice, copies: bool = True) -> Sa
     trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     parameters = sum(counts.dense * p.tp + counts.experts * p.expert_size for counts in trained)
     full = choice.sharding == "full"
-    each = 4 + choice.moment_bytes if full else element_bytes(choice) + master_and_moments(choice)
+    weight = 4 if full else element_bytes(choice)
+    each = weight + master_and_moments(choice)
+    saved = (choice.moment_bytes - 4) * sum(c.hidden[0] * p.tp + c.hidden[1] * p.expert_size for c in trained)
     gpus = max(1, p.world_size // cluster.nodes if cluster.is_cpu else cluster.gpus_per_node)
     node = models * snapshot_bytes(facts, choice, gpus)
     write_s = node / constants.disk_bytes_per_s
@@ -39,6 +41,6 @@ def save_of(request: Request, choice: TrainingChoice, copies: bool = True) -> Sa
     elif cluster.is_cpu:
         copy_s = node / (cluster.device.memory_bandwidth / 2)  # read and written
     else:
-        fullest = models * each * max(counts.owned(p) for counts in trained)
+        fullest = models * max(weight * counts.owned(p) + optimizer_bytes(counts, choice) for counts in trained)
         copy_s = fullest / (cluster.device.host_link * constants.pageable_copy)
-    return Save(models * each * parameters, copy_s, write_s)
+    return Save(models * (each * parameters - saved * (choice.muon_steps > 0)), copy_s, write_s)

@@ -14,13 +14,14 @@ from rlctl.planner.costs.parameters import (
     Stage,
     adapted_parameters,
     distinct_stages,
+    hidden_sizes,
     rank_parameters,
     stages,
     trained_parameters,
 )
 from rlctl.planner.costs.vision_tower import image_share, tower_activation_bytes
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
-from rlctl.planner.inputs.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Constants
+from rlctl.planner.inputs.constants import DEFAULTS, MUON_ROUND_ELEMENTS, OPTIMIZER_PART_BYTES, Constants
 from rlctl.planner.inputs.request import Request
 
 PINNED = 1 / math.log(2)
@@ -54,6 +55,13 @@ def master_and_moments(choice: TrainingChoice) -> int:
     return choice.moment_bytes + (0 if choice.precision == "float32" or choice.sharding == "full" else 4)
 
 
+def optimizer_bytes(params: RankParameters, choice: TrainingChoice) -> float:
+    """Return bytes of the optimizer's states that a rank owns. Muon has one float32 momentum in place of two moments
+    for a matrix of a layer."""
+    saved = (choice.moment_bytes - 4) * params.owned_hidden(choice.parallel) if choice.muon_steps else 0.0
+    return master_and_moments(choice) * params.owned(choice.parallel) - saved
+
+
 def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict[str, float]:
     """Return bytes of a rank's weights, gradients and optimizer states (none if offloaded). BF16: 2 + `gradient_bytes`
     per parameter, and 12 (master and moments) divided by the ranks that share it; float32: 8 without master. With
@@ -72,7 +80,7 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
         weights = copy + copies * (params.total - params.tables)
         weights += element * trained.total if choice.adapters else 0.0
         gradients = (4 if choice.precision == "float32" else choice.gradient_bytes) * trained.total
-    optimizer = 0.0 if choice.optimizer_offload else master_and_moments(choice) * owned
+    optimizer = 0.0 if choice.optimizer_offload else optimizer_bytes(trained, choice)
     states = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     # A critic that takes turns with the policy has its place meanwhile: it has the same states and no logits.
     critic = {"critic": sum(states.values())} if choice.critic and not choice.critic_offload else {}
@@ -109,14 +117,30 @@ def most_weight_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
 def update_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> float:
     """Return device bytes of an update with offloaded states: one part or the largest parameter, and bfloat16 gradients
     that Megatron widens. FSDP2: all."""
-    states = master_and_moments(choice)
-    owned = trained_parameters(facts, stage, choice).owned(choice.parallel)
+    states, trained = master_and_moments(choice), trained_parameters(facts, stage, choice)
+    owned = trained.owned(choice.parallel)
     if choice.sharding == "full":
-        return choice.moment_bytes * owned
+        return optimizer_bytes(trained, choice)
     width = max(facts.intermediate, facts.vocab / 2 if stage.embedding or stage.head else 0.0)
     largest = 2 * width * facts.hidden / choice.parallel.tp if choice.adapters is None else 0.0
     widened = 4 * owned if choice.gradient_bytes == 2 and choice.precision != "float32" else 0.0
-    return min(states * owned, max(OPTIMIZER_PART_BYTES, states * largest)) + widened
+    part = min(states * owned, max(OPTIMIZER_PART_BYTES, states * largest))
+    if choice.muon_steps:  # the matrices' weights and momentum visit together
+        together = (states - choice.moment_bytes + 4) * trained.owned_hidden(choice.parallel)
+        part = max(min(part, optimizer_bytes(trained, choice) - together), together)
+    return part + widened
+
+
+def muon_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> float:
+    """Return device bytes of the matrices that a rank orthogonalizes at once: as received, together, and two products
+    (a gram matrix and the next iterate are at most that large)."""
+    if not choice.muon_steps:
+        return 0.0
+    layers = (stage.dense_layers, stage.moe_layers)
+    largest = max((hidden_sizes(facts, bool(moe)).most for moe, count in enumerate(layers) if count), default=0.0)
+    elements = sum(rank_parameters(facts, stage, choice).hidden) * choice.parallel.tp
+    ranks = choice.parallel.world_size / choice.parallel.pp
+    return 5 * element_bytes(choice) * max(min(MUON_ROUND_ELEMENTS, elements / ranks), largest)
 
 
 def layer_activation_bytes(facts: ModelFacts, choice: TrainingChoice, moe: bool, constants: Constants) -> float:
@@ -232,6 +256,8 @@ def training_memory(request: Request, choice: TrainingChoice, asleep: float, mic
         if choice.optimizer_offload:  # the update has the room that activations had
             parts["optimizer"] = max(0.0, update_bytes(facts, stage, choice) - dynamic)
             parts["optimizer"] += _hosted_bytes(request, stage, choice)
+        if choice.muon_steps:
+            parts["muon"] = max(0.0, muon_bytes(facts, stage, choice) - dynamic)
         parts["fragmentation"] = (0.0 if on_cpu else constants.fragmentation) * dynamic
         if top := request.workload.teacher_top:  # the policy's log-probs of a row's tokens, and their gradient
             parts["likely tokens"] = likely_tokens_bytes(request, choice, 12) + 8.0 * top * tokens
@@ -321,12 +347,12 @@ def snapshot_bytes(facts: ModelFacts, choice: TrainingChoice, gpus: int) -> floa
         [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)],
         min(gpus, p.world_size),
     )
-    owned = max(counts.owned(p) for counts in trained)
+    owned, states = (max(counts.owned(p) for counts in trained), max(optimizer_bytes(c, choice) for c in trained))
     if choice.sharding == "full":
-        return ranks * (4 + choice.moment_bytes) * owned
+        return ranks * (4 * owned + states)
     dense, experts = min(ranks, p.tp * p.pp), min(ranks, p.expert_size * p.pp)
     weights = max(dense * counts.dense + experts * counts.experts for counts in trained)
-    return ranks * master_and_moments(choice) * owned + element_bytes(choice) * weights
+    return ranks * states + element_bytes(choice) * weights
 
 
 def memory_checkpoint_bytes(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts) -> float:
@@ -351,7 +377,7 @@ def host_memory(
     saves copy their states)."""
     ranks = max(1, cluster.gpus_per_node)
     trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
-    worst = max(master_and_moments(choice) * params.owned(choice.parallel) for params in trained)
+    worst = max(optimizer_bytes(params, choice) for params in trained)
     copies = 1 + (choice.reference and choice.adapters is None) + choice.critic
     weights = most_weight_bytes(facts, choice) * copies
     offloaded = worst * (1 + choice.critic) if (colocated or choice.optimizer_offload) else 0.0

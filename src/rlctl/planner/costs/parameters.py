@@ -9,9 +9,12 @@ from statistics import fmean
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ListedTensor, ModelFacts
-from rlctl.models.matrices import Role
+from rlctl.models.families import has_file, weights_of
+from rlctl.models.matrices import Role, evaluate
+from rlctl.models.matrices import sizes as sizes_of
 from rlctl.models.vision import VISION_FAMILIES
 from rlctl.planner.choice import LoraChoice, TrainingChoice
+from rlctl.weights.hidden_matrices import HIDDEN_ROLES, MATRIX, STACKED, cost
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,47 @@ def layer_sizes(facts: ModelFacts) -> tuple[LayerParameters, LayerParameters | N
 
 
 @dataclass(frozen=True)
+class HiddenSizes:
+    """The matrices of one layer, a mean over the layers of its kind."""
+
+    dense: float = 0.0
+    """Elements, without routed experts."""
+    experts: float = 0.0
+    """Elements of all routed experts."""
+    cost: float = 0.0
+    """Multiply-adds of a Newton-Schulz step over all matrices."""
+    largest: float = 0.0
+    """Multiply-adds of the costliest matrix."""
+    most: float = 0.0
+    """Elements of the largest matrix."""
+
+
+@lru_cache(maxsize=1024)
+def hidden_sizes(facts: ModelFacts, moe: bool) -> HiddenSizes:
+    """Return the matrices of a layer with experts (`moe`) or with a dense MLP. Where only the facts of a family are
+    known: as if dense ones were as wide as the hidden states."""
+    if not facts.listed and not has_file(facts.family):
+        layer, wide, narrow = layer_parameters(facts, moe), facts.hidden, expert_parameters(facts) // (3 * facts.hidden)
+        by_element = 3.0 * wide * layer.dense + narrow * (2 + narrow / wide) * layer.experts
+        return HiddenSizes(layer.dense, layer.experts, by_element, 3.0 * wide**3, wide**2)
+    kind = [layer for layer in range(facts.layers) if facts.is_moe_layer(layer) == moe]
+    dense, experts, costs, largest, most = 0, 0, 0, 0, 0
+    weights, constants = weights_of(facts), sizes_of(facts)
+    for weight in (weight for layer in kind for weight in weights.per_layer[layer]):
+        shape = tuple(evaluate(dim, constants) for dim in weight.dims)
+        stacked = len(shape) == STACKED and weight.role is Role.EXPERT_STACK
+        if weight.role not in HIDDEN_ROLES or not (stacked or len(shape) == MATRIX):
+            continue
+        of_experts = stacked or weights.is_expert(weight)
+        number = shape[0] if stacked else constants["experts"] if of_experts else 1
+        one = cost(shape[-2:])
+        dense, experts = dense + (not of_experts) * prod(shape), experts + of_experts * number * prod(shape[-2:])
+        costs, largest, most = costs + number * one, max(largest, one), max(most, prod(shape[-2:]))
+    count = max(1, len(kind))
+    return HiddenSizes(dense / count, experts / count, costs / count, largest, most)
+
+
+@dataclass(frozen=True)
 class RankParameters:
     """Parameters of one rank. Dense ones are replicated over DP x CP, experts over the expert-data-parallel group."""
 
@@ -213,6 +257,8 @@ class RankParameters:
     """Parameters of its largest layer, unsharded over data parallelism."""
     tables: float
     """Parameters of embedding and head (tied, they count once), tower and projector among the dense ones."""
+    hidden: tuple[float, float] = (0.0, 0.0)
+    """Parameters in matrices of layers (`weights/hidden_matrices.py`), dense and of experts; with AdamW not counted."""
 
     @property
     def total(self) -> float:
@@ -222,24 +268,33 @@ class RankParameters:
         """Parameters whose optimizer states this rank owns, shared with ranks of equal parameters (FSDP2: one copy)."""
         return parallel.replicate * (self.dense / (parallel.dp * parallel.cp) + self.experts / parallel.expert_dp)
 
+    def owned_hidden(self, parallel: ParallelSpec) -> float:
+        """Return the parameters in matrices of layers among `owned`."""
+        dense, experts = self.hidden
+        return replace(self, dense=dense, experts=experts).owned(parallel)
+
 
 @lru_cache(maxsize=65536)
-def _rank_parameters(facts: ModelFacts, stage: Stage, tp: int, ep: int, etp: int) -> RankParameters:
-    dense, experts, largest = 0.0, 0.0, 0.0
-    for sizes, layers in zip(layer_sizes(facts), (stage.dense_layers, stage.moe_layers), strict=True):
+def _rank_parameters(facts: ModelFacts, stage: Stage, tp: int, ep: int, etp: int, muon: bool) -> RankParameters:
+    dense, experts, largest, hidden = 0.0, 0.0, 0.0, (0.0, 0.0)
+    for moe, (sizes, layers) in enumerate(zip(layer_sizes(facts), (stage.dense_layers, stage.moe_layers), strict=True)):
         if sizes is not None and layers:
             per_layer = (sizes.split / tp + sizes.whole, sizes.experts / (ep * etp))
             dense, experts = dense + layers * per_layer[0], experts + layers * per_layer[1]
+            matrices = hidden_sizes(facts, bool(moe)) if muon else HiddenSizes()
+            in_dense = min(matrices.dense / sizes.dense, 1.0) * per_layer[0]
+            hidden = (hidden[0] + layers * in_dense, hidden[1] + layers * matrices.experts / (ep * etp))
             largest = max(largest, sum(per_layer))
     shared = facts.tied_embeddings and stage.embedding and stage.head
     tables = facts.vocab * facts.hidden / tp * (stage.embedding + stage.head - shared)
     tables += seeing_parameters(facts) * stage.embedding
-    return RankParameters(dense + tables, experts, largest, tables)
+    return RankParameters(dense + tables, experts, largest, tables, hidden)
 
 
 def rank_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> RankParameters:
     """Parameters of a rank of `stage` under the tensor and expert parallelism of `choice`."""
-    return _rank_parameters(facts, stage, choice.parallel.tp, choice.parallel.ep, choice.parallel.etp)
+    p = choice.parallel
+    return _rank_parameters(facts, stage, p.tp, p.ep, p.etp, choice.muon_steps > 0)
 
 
 def trained_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> RankParameters:

@@ -17,6 +17,7 @@ from rlctl.planner.costs.memory import (
     layer_activation_bytes,
     master_and_moments,
     most_weight_bytes,
+    optimizer_bytes,
     unadapted_bytes,
 )
 from rlctl.planner.costs.parameters import (
@@ -26,6 +27,7 @@ from rlctl.planner.costs.parameters import (
     attended,
     count,
     distinct_stages,
+    hidden_sizes,
     layer_sizes,
     rank_parameters,
     score_width,
@@ -298,9 +300,35 @@ def _data_seconds(request: Request, choice: TrainingChoice, micro: float, number
         moved = shared * (gradient + element_bytes(choice))
         exposed = (1 - constants.data_overlap) * moved / group_rate(request, parallel.tp, ranks)
     update = owned * 28 / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
-    through_host = owned * state_traffic(choice) + unadapted_bytes(request.facts, choice)
+    update += _muon_seconds(request, choice)
+    through_host = 2.0 * optimizer_bytes(params, choice) if choice.optimizer_offload else 0.0
+    through_host += unadapted_bytes(request.facts, choice)
     update += through_host / (cluster.device.host_link * constants.pinned_copy)
     return exposed, update + (0.0 if cluster.is_cpu else constants.optimizer_step_s)
+
+
+def _muon_seconds(request: Request, choice: TrainingChoice) -> float:
+    """Return seconds of Newton-Schulz steps on the rank with the most work, and of sending matrices to these ranks and
+    back."""
+    if not choice.muon_steps:
+        return 0.0
+    facts, p = request.facts, choice.parallel
+    ranks, seconds = p.world_size // p.pp, 0.0
+    for stage in distinct_stages(facts, choice):
+        dense, moe = hidden_sizes(facts, False), hidden_sizes(facts, True)
+        work = (stage.dense_layers * dense.cost + stage.moe_layers * moe.cost) / ranks
+        work = max(work, dense.largest * (stage.dense_layers > 0), moe.largest * (stage.moe_layers > 0))
+        if request.cluster.is_cpu:
+            rate = _peak(request, choice, "float32") * CPU_MATMUL_EFFICIENCY
+        else:
+            precision = "float32" if choice.precision == "float32" else "bf16"
+            rate = request.cluster.device.flops(precision) * request.constants.matmul_efficiency
+        in_dense, in_experts = trained_parameters(facts, stage, choice).hidden
+        moved = in_dense / (p.dp * p.cp) * (1 - 1 / ranks)
+        moved += in_experts / p.expert_dp * (1 - 1 / (p.etp * p.expert_dp))
+        exchange = 2 * element_bytes(choice) * moved * p.replicate / group_rate(request, 1, ranks)
+        seconds = max(seconds, 2 * choice.muon_steps * work / rate + exchange)
+    return seconds
 
 
 def _sharded_seconds(request: Request, choice: TrainingChoice, micro: float, number: int) -> float:
@@ -339,8 +367,9 @@ def offload_seconds(request: Request, choice: TrainingChoice) -> float:
     device = request.cluster.device
     if device.is_cpu or choice.optimizer_offload:
         return 0.0
-    owned = _most_trained(request, choice).owned(choice.parallel)
-    return master_and_moments(choice) * owned / (device.host_link * request.constants.pageable_copy)
+    return optimizer_bytes(_most_trained(request, choice), choice) / (
+        device.host_link * request.constants.pageable_copy
+    )
 
 
 def logprobs_time(request: Request, choice: TrainingChoice, passes: int | None = None) -> float:

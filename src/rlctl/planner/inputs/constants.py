@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from rlctl.planner.inputs.cluster import GIB
 
+MUON_ROUND_ELEMENTS = 1 << 27
+"""Most elements of the matrices that a rank orthogonalizes at once with Muon (a larger matrix is alone): 256 MiB in
+bfloat16."""
 OPTIMIZER_PART_BYTES = 256 * 1024**2
 """Most optimizer bytes on the device at once with `training.optimizer_offload` (a large parameter may exceed it)."""
 

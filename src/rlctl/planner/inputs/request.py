@@ -247,6 +247,8 @@ class Request:
     """Megatron's own layers train, and not TransformerEngine's fused ones."""
     dispatcher: Literal["alltoall", "flex"] = "alltoall"
     """Megatron's token dispatcher; `flex` is DeepEP or HybridEP."""
+    muon_steps: int = 0
+    """Newton-Schulz steps of Muon; 0: AdamW."""
 
     def pin(self, key: str, default: Any = None) -> Any:
         value = self.pins.get(key)

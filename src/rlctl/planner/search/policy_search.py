@@ -141,6 +141,7 @@ def _training(request: Request, **sizes: int) -> TrainingChoice:
         float8_copies=2,  # what TransformerEngine holds for the two products of a backward pass
         gradient_bytes=request.gradient_bytes,
         moment_bytes=request.moment_bytes,
+        muon_steps=request.muon_steps,
         grouped_experts=request.fsdp or request.grouped_experts,
         dispatcher=request.dispatcher,
     )

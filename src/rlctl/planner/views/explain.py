@@ -51,6 +51,8 @@ def _memory(request: Request, t: TrainingChoice, micro_batches: int) -> list[str
     states = mem.state_bytes(facts, stage, replace(t, optimizer_offload=False))
     per_token = mem.layer_activation_bytes(facts, t, stage.moe_layers > 0, request.constants)
     copies = f" ({t.float8_copies} copies of the matrices in float8 among them)" if t.precision == "fp8" else ""
+    saved = (t.moment_bytes - 4) * trained.owned_hidden(p) / GIB
+    muon = f" - {saved:.2f} GiB, as Muon has one momentum for a matrix" if t.muon_steps else ""
     return [
         f"fullest stage: {stage.layers} layers{', embedding' * stage.embedding}{', head' * stage.head}; "
         f"{params.dense / 1e9:.3f}B dense parameters a rank (TP {p.tp}), "
@@ -58,7 +60,7 @@ def _memory(request: Request, t: TrainingChoice, micro_batches: int) -> list[str
         f"weights {states['weights'] / GIB:.2f} GiB = {params.total / 1e9:.3f}B x "
         f"{states['weights'] / params.total:.2f} bytes{copies}; gradients {states['gradients'] / GIB:.2f}",
         f"{adapters}optimizer {states['optimizer'] / GIB:.2f} GiB = {mem.master_and_moments(t)} bytes x (dense / "
-        f"{p.dp * p.cp} ranks + experts / {p.expert_dp}){', in host memory' * t.optimizer_offload}",
+        f"{p.dp * p.cp} ranks + experts / {p.expert_dp}){muon}{', in host memory' * t.optimizer_offload}",
         f"activations: {per_token:,.0f} bytes a token and layer, {t.micro_batch_tokens // p.cp:,} tokens, "
         f"{stage.layers} layers, up to {min(stage.in_flight, micro_batches)} micro-batches at once, "
         f"recompute {t.recompute}",
