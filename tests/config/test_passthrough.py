@@ -105,7 +105,8 @@ def test_other_names_and_managed_fields_exist() -> None:
     ["optimizer.optimizer=adam", "megatron.recompute_modules=[mlp,core_attn]", "megatron.cuda_graph_scope=attn,mlp",
      "megatron.cp_comm_type=[p2p,a2a+p2p]", "vllm.quantization=fp8", "vllm.model_impl=Transformers",
      "vllm.distributed_executor_backend=mp", "vllm.distributed_executor_backend=own.module.Executor",
-     "vllm.mm_encoder_attn_backend=torch_sdpa", "vllm.generation_config=anything", "vllm.quantization=null"],
+     "vllm.mm_encoder_attn_backend=torch_sdpa", "vllm.generation_config=anything", "vllm.quantization=null",
+     "vllm.compilation_config.mode=none", "vllm.attention_config={backend: flash_attn, unlisted: 3}"],
 )  # fmt: skip
 def test_names_that_the_installed_libraries_know_are_taken(text: str) -> None:
     given(text)
@@ -165,6 +166,8 @@ def test_values_of_files_and_the_command_line_meet_in_one_mapping(tmp_path: Path
         ("ddp.bucket_size=many", "it takes integer | unset"),
         ("ddp.average_in_collective=true", "gradients are summed"),
         ("optimizer.optimizer_offload_fraction=0.5", "all states in host memory and updates on the device"),
+        ("optimizer.optimizer=banana", "should be 'adamw' or 'muon'"),
+        ("optimizer.optimizer=sgd", "should be 'adamw' or 'muon'"),
         ("optimizer.muon_tp_mode=blockwise", "Muon orthogonalizes each matrix whole"),
         ("optimizer.decoupled_lr=0.1", "optimizer.lr is the learning rate of all parameters"),
         ("optimizer.fp8_recipe=banana", "it takes tensorwise | delayed"),
@@ -183,6 +186,10 @@ def test_values_of_files_and_the_command_line_meet_in_one_mapping(tmp_path: Path
         ("vllm.enforce_eager.x=1", "no inner keys"),
         ("vllm.worker_extension_cls=a.B", "a refit reaches"),
         ("vllm.weight_transfer_config={backend: nccl}", "rlctl's own movers"),
+        ("vllm.spec_method=banana", r"it takes ngram \| medusa"),
+        ("vllm.attention_config={backend: banana}", r"backend takes FLASH_ATTN \|"),
+        ("vllm.compilation_config.mode=banana", r"mode takes NONE \| STOCK_TORCH_COMPILE"),
+        ("vllm.speculative_config={method: banana}", r"method takes ngram \|"),
         ("vllm.log_level=loud", "CRITICAL | ERROR"),
         ("optimizer.exp_avg_dtype=int3", "float32 | bfloat16"),
         ("training.moe_router_dtype=fp32", "did you mean `megatron.moe_router_dtype`"),

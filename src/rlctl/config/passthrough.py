@@ -57,6 +57,8 @@ MANAGED |= NAMES["managed"]
 """Fields that rlctl sets itself, each with its source or the reason."""
 CHOICES: dict[str, list[str]] = NAMES["choices"]
 """Values of fields that Megatron-Core declares as texts."""
+INNER: dict[str, str] = NAMES["inner"]
+"""vLLM's class of a field that holds further fields."""
 ABSENT_PARTS = ("dsa_", "linear_", "mamba_", "use_mamba")
 """Beginnings of the names of TransformerConfig's fields for parts that no model of rlctl has."""
 
@@ -147,11 +149,16 @@ def checked(key: str, value: Any) -> tuple[Any, str | None]:
         return value, "it takes a Python function, which a configuration cannot hold."
     if key.count(".") > 1:
         takes = kind is Open or dict in {typing.get_origin(k) or k for k in (typing.get_args(kind) or (kind,))}
-        return value, None if takes else f"{key.split('.')[0]}.{name} takes {type_words(kind)}, and no inner keys."
+        if takes:
+            section, _, inner, *deeper = key.split(".")
+            return value, None if deeper else _inner_problem(f"{section}.{name}", {inner: value})
+        return value, f"{key.split('.')[0]}.{name} takes {type_words(kind)}, and no inner keys."
     try:
         value = _adapter(kind).validate_python(value)
     except ValidationError:
         return value, f"it takes {type_words(kind)}."
+    if isinstance(value, dict) and (problem := _inner_problem(key, value)):
+        return value, problem
     if names := choices(key, fields[name]):
         # Megatron-Core splits a text at commas (cuda_graph_scope); vLLM takes names in any case, and paths of classes.
         texts = [part for item in (value if isinstance(value, list) else [value]) for part in str(item).split(",")]
@@ -159,6 +166,16 @@ def checked(key: str, value: Any) -> tuple[Any, str | None]:
         if value is not None and any("." not in text and text.lower() not in suggestion for text in texts):
             return value, f"it takes {' | '.join(names)}."
     return value, None
+
+
+def _inner_problem(key: str, values: dict[str, Any]) -> str | None:
+    """Return what an enumeration among the fields of one of vLLM's inner classes takes, if a text is not in it."""
+    fields = installed.fields_of("vllm.config", INNER[key]) if key in INNER else None
+    for name, value in values.items() if fields else ():
+        names = _texts(fields[name].type) if fields and name in fields else []
+        if names and isinstance(value, str) and value.lower() not in {text.lower() for text in names}:
+            return f"{name} takes {' | '.join(names)}."
+    return None
 
 
 def choices(key: str, field: InstalledField) -> tuple[str, ...]:
@@ -169,6 +186,9 @@ def choices(key: str, field: InstalledField) -> tuple[str, ...]:
     """
     if key in CHOICES:
         return tuple(CHOICES[key])
+    if key == "vllm.spec_method":  # declared as a text, and handed to SpeculativeConfig
+        methods = (installed.fields_of("vllm.config", "SpeculativeConfig") or {}).get("method")
+        return tuple(_texts(methods.type)) if methods is not None else ()
     texts = tuple(dict.fromkeys(text for kind in (field.type, field.narrower) for text in _texts(kind)))
     if not texts or str not in (field.type, *typing.get_args(field.type)) or _vllm_is_extended():
         return ()
