@@ -11,8 +11,8 @@ import torch
 
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
-from support.muon_reference import Float64Muon
-from support.parallel_cases import WEIGHT, Case, assemble, model_of, run_case, run_checkpoint
+from support.muon_reference import Float64Muon, run_in_rounds
+from support.parallel_cases import WEIGHT, Case, assemble, model_of, run_checkpoint
 from support.pool import Pools, Published, slowly
 from support.reference_policy import Reference, close, make_batch, run_reference
 
@@ -51,8 +51,9 @@ def muon(case: Case) -> Case:
 @pytest.mark.parametrize("case", [*slowly(MEGATRON, "tp2", "ep2"), *slowly(DTENSOR, "fsdp2")])
 def test_two_steps_equal_float64_muon_in_one_process(pools: Pools, published: Published, case: Case) -> None:
     model, expected = model_of(case, published), reference(case.kind)
-    ranks = pools(case.parallel.world_size).run(run_case, muon(case), model, make_batch())
-    params, spread = assemble([rank.params for rank in ranks])
+    ranks = pools(case.parallel.world_size).run(run_in_rounds, 8192, muon(case), model, make_batch())
+    assert all(rounds > 1 for rounds, _ in ranks)
+    params, spread = assemble([piece.params for _, piece in ranks])
     assert spread == 0
     theirs = expected.module_params if case.backend == "dtensor" else expected.params
     for name, value in params.items():

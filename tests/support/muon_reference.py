@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlctl.backends import muon
+from support.parallel_cases import Piece, run_case
 from support.reference_policy import Optim
 
 MOMENTUM = 0.95
@@ -54,3 +56,20 @@ class Float64Muon:
             for weight, direction in zip(published(name, parameter), published(name, ahead), strict=True):
                 update = 0.2 * max(weight.shape) ** 0.5 * orthogonal(direction)
                 weight.copy_(weight.double() - optim.lr * (update + optim.weight_decay * weight.double()))
+
+
+def run_in_rounds(rank: int, elements: int, *arguments: Any) -> tuple[int, Piece]:
+    """`run_case` where a rank orthogonalizes `elements` at once (or one matrix), with the most rounds of a step."""
+    usual, rounds, planned = muon.MUON_ROUND_ELEMENTS, list[int](), muon.Divided.rounds
+
+    def counted(divided: muon.Divided) -> list[int]:
+        numbers = planned(divided)
+        rounds.append(max(numbers, default=-1) + 1)
+        return numbers
+
+    muon.MUON_ROUND_ELEMENTS, muon.Divided.rounds = elements, counted
+    try:
+        piece = run_case(rank, *arguments)
+    finally:
+        muon.MUON_ROUND_ELEMENTS, muon.Divided.rounds = usual, planned
+    return max(rounds), piece
