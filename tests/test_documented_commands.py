@@ -76,6 +76,7 @@ COMMANDS = {
     "rlctl convert megatron-to-hf ./ckpt": "slow",
     "rlctl convert inspect": "slow",
     "rlctl convert text-part": "needs the hub",
+    "rlctl convert merge-adapters": "tested elsewhere",
     "rlctl convert hf-to-megatron": "slow",
 }
 """How the commands that begin so are run. The longest beginning counts."""

@@ -80,3 +80,21 @@ def test_what_has_no_text_part_to_take_out_or_put_back_is_named(
 ) -> None:
     assert cli.run(["convert", *(str(tiny_llama) if word == "MODEL" else word for word in words)]) == 2
     assert re.search(said, capsys.readouterr().err.replace("\n", " "))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["./a"], "takes adapters and a destination"),
+        (["./a", "./b", "./both", "--weights", "0.7"], "expected 2 finite numbers"),
+        (["./a", "./both", "--weights", "x"], "expected numbers such as 0.7,0.3"),
+        (["./a", "./both", "--combine", "linear", "--onto", "me/base"], "--combine linear combines adapters"),
+        (["./a", "./both"], "adapter ./a: there is no adapter_config.json"),
+    ],
+)
+def test_what_cannot_be_merged_is_named(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["convert", "merge-adapters", *words]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import cast
 
-from rlctl.checkpoints.hf.hf_files import NAMED_TEMPLATES, read_config, refuse_adapters
+from rlctl.checkpoints.hf.hf_files import ADAPTERS, NAMED_TEMPLATES, read_config, refuse_adapters
 from rlctl.checkpoints.hf.hub import UNREACHED, hub_answers
 from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole, shard_files, unread_weights
 from rlctl.checkpoints.identity import model_fingerprint
@@ -172,6 +172,27 @@ def tokenizer_directory(name: str, *, trust_remote_code: bool = False) -> Path:
             "Give a directory with tokenizer.json, or download it with `hf download` on a machine with network access.",
         )
     return fetched
+
+
+def resolve_adapter(name: str, tell: Tell = lambda _: None) -> Path:
+    """Find or fetch a PEFT adapter: a local directory, the cache, or the hub. Raises InputError for unknown, gated or
+    unreachable names."""
+    local = user_path(name)
+    if local.is_dir() or local.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        if not (local / ADAPTERS).is_file():
+            hint = "Name a directory that PEFT, or `convert megatron-to-hf --adapter-only`, has written."
+            raise InputError(f"adapter {name}: there is no {ADAPTERS} in such a directory.", hint)
+        return local.resolve()
+    patterns = [ADAPTERS, "adapter_model.safetensors"]
+    cached = _snapshot(name, None, patterns)
+    if cached is None or not all((cached / file).is_file() for file in patterns):
+        cached = from_hub(name, None, patterns, tell)
+    if cached is None:
+        hint = "Give a local directory, or run `hf download` on a machine with network access."
+        raise AbsentError(f"adapter {name}: no directory here, {UNREACHED}", hint)
+    if not (cached / ADAPTERS).is_file():
+        raise InputError(f"adapter {name}: the repository has no {ADAPTERS}.", "Name the repository of an adapter.")
+    return cached
 
 
 def from_hub(name: str, revision: str | None, patterns: list[str], tell: Tell = lambda _: None) -> Path | None:

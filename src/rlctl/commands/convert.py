@@ -1,8 +1,9 @@
-"""`rlctl convert`: conversion between Hugging Face and Megatron, text parts, and inspection of checkpoints."""
+"""`rlctl convert`: conversion between Hugging Face and Megatron, text parts, adapters, inspection of checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "M
 
 @app.callback(epilog=examples("rlctl convert hf-to-megatron meta-llama/Llama-3.1-8B ./ckpt"))
 def convert() -> None:
-    """Convert checkpoints between Hugging Face and Megatron, and extract the text part of multimodal models."""
+    """Convert checkpoints between Hugging Face and Megatron, extract text parts, and merge adapters."""
 
 
 @app.command(
@@ -221,6 +222,77 @@ def megatron_to_hf(
         message(f"uploading to {push_to_hub}")
         address = publish(destination, push_to_hub, private=private)
     _print(report, json_, address)
+
+
+@app.command(
+    "merge-adapters",
+    epilog=examples(
+        "rlctl convert merge-adapters ./math ./code ./both --weights 0.7,0.3",
+        "rlctl convert merge-adapters ./math ./my-model --onto meta-llama/Llama-3.1-8B",
+    ),
+)
+def merge_adapters(
+    places: Annotated[
+        list[str],
+        typer.Argument(metavar="ADAPTER... DST", help="PEFT directories or hub names, and the directory to write."),
+    ],
+    weights: Annotated[
+        str | None, typer.Option("--weights", metavar="W,W", help="Weight of each adapter; defaults to 1.")
+    ] = None,
+    combine: Annotated[
+        Literal["cat", "linear"],
+        typer.Option("--combine", help="cat adds updates exactly (ranks add up); linear adds A and B (one rank)."),
+    ] = "cat",
+    onto: Annotated[
+        str | None,
+        typer.Option("--onto", metavar="NAME|DIR", help="Base model: write its weights with the adapters merged."),
+    ] = None,
+    dtype: Dtype = None,
+    no_verify: NoVerify = False,
+    force: Force = False,
+    json_: options.Json = False,
+) -> None:
+    """Write the weighted sum of PEFT adapters, as one adapter or merged into the base model.
+
+    `cat` and `linear` mean what they mean to PEFT's `add_weighted_adapter`.
+    """
+    *names, place = places
+    if not names:
+        raise InputError("merge-adapters takes adapters and a destination.", "rlctl convert merge-adapters A B DST")
+    if onto and combine == "linear":
+        raise InputError("--combine linear combines adapters; --onto merges their exact sum.", "Leave one of them out.")
+    factors = _weights(weights, len(names))
+    destination = Path(place)
+    if not force:
+        require_absent(destination)
+    from rlctl.checkpoints.conversion import merged_adapters
+    from rlctl.checkpoints.hf.peft_files import read_peft_config
+    from rlctl.checkpoints.model_files import resolve_adapter
+    from rlctl.preparation.open_model import find_model
+
+    adapters = [read_peft_config(resolve_adapter(name, message), name) for name in names]
+    parts = [merged_adapters.Weighted(adapter, weight) for adapter, weight in zip(adapters, factors, strict=True)]
+    base = find_model(onto, tell=message) if onto else None
+    whole = base.origin if base and base.megatron is None else None
+    if whole and dtype:
+        raise InputError("--dtype: --onto keeps the precisions of a multimodal model.", "Leave --dtype out.")
+    with _settings(json_, dtype=dtype, verify=not no_verify, force=force, whole=whole) as settings:
+        if base:
+            report = merged_adapters.merge_into_base(parts, base, destination, settings)
+        else:
+            report = merged_adapters.combine(parts, destination, combine, settings)
+    _print(report, json_)
+
+
+def _weights(text: str | None, count: int) -> list[float]:
+    """Parse `0.7,0.3`, one weight for each adapter."""
+    try:
+        weights = [float(word) for word in text.split(",")] if text is not None else [1.0] * count
+    except ValueError as error:
+        raise InputError(f"--weights {text}: expected numbers such as 0.7,0.3.") from error
+    if len(weights) != count or not all(map(math.isfinite, weights)):
+        raise InputError(f"--weights {text}: expected {count} finite numbers, one for each adapter.")
+    return weights
 
 
 @app.command("inspect", epilog=examples("rlctl convert inspect ./ckpt", "rlctl convert inspect ./my-model --json"))

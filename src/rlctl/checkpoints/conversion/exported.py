@@ -77,7 +77,7 @@ def exported_weights(
         return own_weights
     reason = f"{megatron.shards} holds none of them."
     try:
-        base = _of_base(base_of(megatron, config_from), own_weights.dtype) if is_of_run(megatron) else own_weights
+        base = exported_base(base_of(megatron, config_from), own_weights.dtype) if is_of_run(megatron) else own_weights
         reason = f"{base.companions} has none of them either." if is_of_run(megatron) else reason
     except InputError as error:
         base, reason = own_weights, error.message
@@ -126,7 +126,7 @@ def _scoring(made: Exported, reader: TorchDistReader) -> Exported:
     )
 
 
-def _of_base(base: Base, dtype: str) -> Exported:
+def exported_base(base: Base, dtype: str) -> Exported:
     if base.megatron is not None:
         return _of_checkpoint(base.megatron, base.directory)
     model = open_hf_model(base.directory)
@@ -146,7 +146,7 @@ def _of_base(base: Base, dtype: str) -> Exported:
 def _merged(megatron: MegatronDirectory, reader: TorchDistReader, config_from: ModelFiles | None) -> Exported:
     base, (computed, rounding) = base_of(megatron, config_from), computed_in(megatron)
     dtype = computed or reader.shapes[adapter_keys(reader.shapes)[0]].dtype
-    under = _of_base(base, dtype)
+    under = exported_base(base, dtype)
     adapters = read_adapters(reader, under.facts, scale_of(base)).computed_in(dtype, rounding)
     world = SingleWorld(adapters.onto(under.world.layout(0)))
     source = Beside(under.source, adapters, adapters.params)

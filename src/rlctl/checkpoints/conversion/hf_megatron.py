@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,16 +148,41 @@ def megatron_to_hf(
         "dtype": dtype,
         "format": "safetensors",
     }
+    published = record.published(megatron.shards, dtype)
+    params = hf.layout(model.facts, dtype).params
+
+    def check(aside: Path, read: dict[str, int]) -> None:
+        part = options.whole
+        written = TextPart.open(part).at(aside) if part else SafetensorsDirectory.open(aside)
+        dtypes = {name: spec.dtype for name, spec in TextPart.open(part).specs.items()} if part else published
+        _require_as_converted(megatron, dtype, read, written, {name: params[name] for name in params if name in dtypes})
+
+    finish = partial(take_tokenizer_of_run, megatron, tell=options.tell)
+    sources = (megatron.root, megatron.shards, model.companions)
+    return write_exported(model, destination, options, conversion, sources, published, check, finish)
+
+
+def write_exported(
+    model: Exported,
+    destination: Path,
+    options: Options,
+    conversion: dict[str, Any],
+    sources: tuple[Path, ...],
+    published: Mapping[str, str],
+    check: Callable[[Path, dict[str, int]], None] = lambda aside, read: None,
+    finish: Callable[[Path], None] = lambda aside: None,
+) -> Report:
+    """Write weights as a Hugging Face directory, or as the text part of `options.whole`. `published`: tensors with a
+    dtype that is not the model's. `check` receives fingerprints of tensors, and `finish` the written directory."""
+    dtype = options.dtype or model.dtype
     part = TextPart.open(options.whole) if options.whole else None
     if part is not None and model.score is not None:
         raise InputError("--into: a reward model ends in a score and is not part of the model.", "Leave --into out.")
     world, reader, files = model.world, model.source, None
     if part is None:
-        published = record.published(megatron.shards, dtype)
         target = _published_layout(model, dtype, published)
         specs = target.params
     else:
-        published = {name: spec.dtype for name, spec in part.specs.items()}
         source_layout, target = whole_layouts(part, model.facts, world.layout(0))
         of_whole = [name for name in source_layout.params if name.startswith(OTHER)]
         world, reader = SingleWorld(source_layout), Beside(model.source, RawTensors(part.files), of_whole)
@@ -165,13 +191,6 @@ def megatron_to_hf(
             t.file.name: [o.name for o in part.files.in_order() if o.file == t.file] for t in part.files.in_order()
         }
         conversion |= {"whole": source_identity(part.files.directory)}
-
-    def check(aside: Path, read: dict[str, int]) -> None:
-        written = part.at(aside) if part else SafetensorsDirectory.open(aside)
-        params = hf.layout(model.facts, dtype).params
-        _require_as_converted(
-            megatron, dtype, read, written, {name: params[name] for name in params if name in published}
-        )
 
     def write(aside: Path) -> Streamed:
         writer = SafetensorsWriter(aside, specs, options.shard_bytes, files)
@@ -183,14 +202,14 @@ def megatron_to_hf(
                 require_loadable(aside, specs)
         else:
             _copy_other_files(part.files.directory, aside)
-        take_tokenizer_of_run(megatron, aside, options.tell)
+        finish(aside)
         return done
 
-    sources = (megatron.root, megatron.shards, model.companions, *([options.whole] if options.whole else []))
-    return _write_under_lock(destination, sources, specs, options, conversion, write)
+    all_sources = (*sources, *([options.whole] if options.whole else []))
+    return _write_under_lock(destination, all_sources, specs, options, conversion, write)
 
 
-def _published_layout(model: Exported, dtype: str, published: dict[str, str]) -> Layout:
+def _published_layout(model: Exported, dtype: str, published: Mapping[str, str]) -> Layout:
     """Return the layout of the published tensors, with the score of a reward model and the weights of heads that
     predict further tokens."""
     layout = hf.layout(model.facts, dtype, copies=True, published=published)

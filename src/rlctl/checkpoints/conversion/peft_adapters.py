@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlctl.checkpoints.conversion.hf_megatron import Options, Report, require_undamaged
 from rlctl.checkpoints.conversion.run_tokenizer import take_tokenizer_of_run
+from rlctl.checkpoints.hf.hf_files import ADAPTERS as CONFIG
 from rlctl.checkpoints.hf.hf_model import without_absent_mtp
 from rlctl.checkpoints.hf.model_facts import facts_in
+from rlctl.checkpoints.hf.peft_files import PREFIX, WEIGHTS
 from rlctl.checkpoints.hf.text_config import has_text_part
 from rlctl.checkpoints.hf.transformers_model import body_path, meta_model, text_path
 from rlctl.checkpoints.megatron.lora_weights import adapter_keys, read_adapters, scale_of
@@ -25,9 +28,6 @@ from rlctl.weights.dtensor import param_names
 from rlctl.weights.plan_execution import dtype_of
 
 _T = TypeVar("_T")
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""PEFT's name of a module of the model that it wraps."""
 EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """Last parts of names of linear layers that PEFT (0.19 to 0.21, on transformers 5) takes for routed experts anywhere in
 a mixture-of-experts model: it would drop adapters of shared experts and dense layers. PEFT leaves `target_parameters`
@@ -39,8 +39,6 @@ def megatron_to_peft(
 ) -> Report:
     """Write the adapters of a run's checkpoint for PEFT. `config_from`: the base model, if it moved. Raises InputError
     without adapters, else like `hf_to_megatron`."""
-    from safetensors.torch import load_file, save_file
-
     options = options or Options()
     megatron = find(source)
     if megatron is None:
@@ -52,7 +50,7 @@ def megatron_to_peft(
         )
     if options.verify:
         require_undamaged(megatron)
-    begun, dtype = time.perf_counter(), options.dtype or reader.shapes[stored[0]].dtype
+    dtype = options.dtype or reader.shapes[stored[0]].dtype
     base = base_of(megatron, as_files(config_from))
     facts = facts_in(base.directory)
     adapters = read_adapters(reader, without_absent_mtp(facts, reader.shapes), scale_of(base))
@@ -62,19 +60,37 @@ def megatron_to_peft(
     if (whole := whole_model(base)) is not None:
         options.tell(f"the adapters are named for {base_name(base)}, whose text part the run trained")
         pairs, others = in_whole(pairs, base.directory, whole)
-    tensors = named_for_peft(pairs, dtype)
-    size = sum(tensor.nbytes for tensor in tensors.values())
     modules, parameters = targets(pairs, others, experts=facts.moe is not None)
-    require_replaceable(destination, (megatron.root, megatron.shards, base.directory))
+    config = adapter_config(base, modules, parameters)
+    sources = (megatron.root, megatron.shards, base.directory)
+    finish = partial(take_tokenizer_of_run, megatron, tell=options.tell)
+    return write_adapter(destination, named_for_peft(pairs, dtype), config, sources, options, finish)
+
+
+def write_adapter(
+    destination: Path,
+    tensors: dict[str, Any],
+    config: Mapping[str, Any],
+    sources: tuple[Path, ...],
+    options: Options,
+    finish: Callable[[Path], None] = lambda aside: None,
+) -> Report:
+    """Write a PEFT directory, and read it back with `options.verify`. `finish` receives the directory. Raises like
+    `hf_to_megatron`."""
+    from safetensors.torch import load_file, save_file
+
+    begun, size = time.perf_counter(), sum(tensor.nbytes for tensor in tensors.values())
+    require_replaceable(destination, sources)
     destination = destination.resolve()
     with locked(destination, options.tell), staged(destination, size, options.force) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
-        (aside / CONFIG).write_text(json.dumps(adapter_config(base, modules, parameters), indent=2) + "\n")
-        take_tokenizer_of_run(megatron, aside, options.tell)
+        (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        finish(aside)
         if options.verify:
             written = load_file(aside / WEIGHTS)
             if odd := [name for name, tensor in tensors.items() if not written[name].equal(tensor)]:
                 raise VerificationError(f"{destination / WEIGHTS}: {odd[0]} is not what was written.")
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     return Report(len(tensors), size, time.perf_counter() - begun, options.verify, str(destination), dtype)
 
 
