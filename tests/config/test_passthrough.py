@@ -179,9 +179,10 @@ def test_values_of_files_and_the_command_line_meet_in_one_mapping(tmp_path: Path
         ("vllm.model_impl=banana", r"it takes auto \| vllm \| transformers"),
         ("vllm.quantization=banana", r"it takes awq"),
         ("vllm.tokenizer_mode=banana", r"it takes auto \| hf"),
-        ("vllm.enable_lora=true", "adapters are merged into the weights that a refit sends: set training.lora"),
+        ("vllm.enable_lora=true", "adapters are merged into the weights that a refit sends: set training.lora.rank"),
         ("vllm.max_loras=2", "set training.lora"),
-        ("vllm.lora_target_modules=[q_proj]", "set training.lora"),
+        ("vllm.lora_target_modules=[q_proj]", "set training.lora.targets"),
+        ("vllm.lora_dtype=float16", "model.dtype"),
         ("vllm.enforce_eagr=true", "did you mean `vllm.enforce_eager`"),
         ("vllm.enforce_eager.x=1", "no inner keys"),
         ("vllm.worker_extension_cls=a.B", "a refit reaches"),
@@ -288,3 +289,11 @@ def test_annotations_are_followed_into_other_files(tmp_path: Path, monkeypatch: 
     assert found["a"].description == "What a is."
     assert installed.fields_of("somepackage.things", "Missing") is None
     assert installed.fields_of("nosuchpackage.things", "Thing") is None
+
+
+def test_rlctl_manages_all_fields_of_adapters_that_vllm_has() -> None:
+    fields = TARGETS["vllm"].fields()
+    assert fields is not None
+    adapters = {f"vllm.{name}" for name in fields if "lora" in name}
+    assert len(adapters) > 10
+    assert adapters <= MANAGED.keys()
