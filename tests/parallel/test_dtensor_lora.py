@@ -28,6 +28,7 @@ from support.family_models import hf_model as family_model
 from support.lora_cases import LORA, SCALE, adapters_of, expected, policy_of, run_family, run_saved
 from support.parallel_cases import WEIGHT, assemble, of_family, of_modules, run_case
 from support.parallel_families import make_batch as family_batch
+from support.peft_models import TOKENS, base_model, logprobs, with_adapter
 from support.pool import Pools, Published
 from support.reference_policy import (
     advantage,
@@ -200,3 +201,19 @@ def test_the_peft_library_computes_the_same_with_these_adapters(kind: str) -> No
     for name, value in wanted.grads.items():
         parts = [found[other].grad for other in found if whole[other] is whole[name]]
         assert close(torch.stack(parts).sum(0), value, TOLERANCE), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen2", "deepseek", "qwen3moe"])
+def test_peft_computes_the_merged_weights_log_probs_with_exported_adapters(
+    pools: Pools, published: Published, tmp_path: Path, kind: str
+) -> None:
+    pytest.importorskip("peft")
+    case, run, base = of_modules(kind, dp=2), tmp_path / "run", published(kind)
+    pools(2).run(run_saved, case, base, make_batch(), policy_of(run, base))
+    assert megatron_to_hf(run, tmp_path / "merged").verified
+    assert megatron_to_peft(run, tmp_path / "adapters").verified
+    tokens = tuple(token % hf_model(kind).config.vocab_size for token in TOKENS)
+    wanted = logprobs(base_model(tmp_path / "merged"), tokens)
+    assert not close(logprobs(base_model(base), tokens), wanted, 0.01)
+    assert close(logprobs(with_adapter(base, tmp_path / "adapters"), tokens), wanted, 1e-5)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from rlctl.checkpoints.conversion.peft_adapters import adapter_config, named_for_peft, targets
 from rlctl.checkpoints.megatron.megatron_directory import Base
+from support.peft_models import base_model, engine_logprobs, logprobs
 
 LAYER = "model.layers.0."
 
@@ -81,3 +82,29 @@ def test_the_configuration_names_the_model_that_the_run_began_with() -> None:
     found = adapter_config(Base(Path("/m"), Path("/m"), config | {"model.name": {"value": "me/base"}}), ["q_proj"])
     assert (found["base_model_name_or_path"], found["r"], found["lora_alpha"]) == ("me/base", 8, 32.0)
     assert adapter_config(Base(Path("/m"), Path("/m"), config), [])["base_model_name_or_path"] == "/m"
+
+
+@pytest.mark.long
+def test_an_engine_computes_the_merged_weights_log_probs_with_written_adapters(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """vLLM's LoRA slots, against transformers with W + 2 B A in float32."""
+    model, generator = base_model(tiny_llama), torch.Generator().manual_seed(0)
+    linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and "layers" in name]
+    pairs = {}
+    for name in linear:
+        rows, columns = model.get_submodule(name).weight.shape
+        a, b = torch.randn(4, columns, generator=generator), torch.randn(rows, 4, generator=generator)
+        pairs[name] = 0.2 * a, 0.2 * b
+    config = {"training.lora.rank": {"value": 4}, "training.lora.alpha": {"value": 8.0}}
+    modules, _ = targets(linear, model.state_dict())
+    save_file(named_for_peft(pairs, "float32"), tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(adapter_config(Base(tiny_llama, tiny_llama, config), modules))
+    )
+    plain = logprobs(model)
+    for name, (a, b) in pairs.items():
+        model.get_submodule(name).weight.data += 2.0 * b @ a
+    wanted = logprobs(model)
+    assert float((wanted - plain).abs().max()) > 0.1
+    torch.testing.assert_close(engine_logprobs(tiny_llama, tmp_path), wanted, rtol=0, atol=1e-5)

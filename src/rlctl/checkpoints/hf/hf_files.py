@@ -58,7 +58,7 @@ def refuse_adapters(directory: Path) -> None:
         return
     base = read_object(directory, ADAPTERS).get("base_model_name_or_path")
     of = f"adapters of {base}" if base else f"adapters, and {ADAPTERS} does not name their base"
-    merge = "merge the adapters into it (`merge_and_unload` of PEFT) and name the merged model"
+    merge = f"merge the adapters into it (`rlctl convert merge-adapters {directory} DST --onto BASE`) and name DST"
     raise InputError(f"{directory} holds PEFT {of}, and no model.", f"Name the base model, or {merge}.")
 
 
