@@ -68,6 +68,23 @@ class MlaFacts:
 
 
 @dataclass(frozen=True)
+class QuantizedBase:
+    """Linear layers that are published as packed integers: weight = (code - zero point) * scale. They stay packed while
+    adapters are trained (`models/quantized_base.py`)."""
+
+    method: Literal["awq", "gptq", "pack-quantized", "bitsandbytes"]
+    bits: int
+    group: int
+    """Weights of an output that share a scale; 0: all of them."""
+    symmetric: bool = False
+    """Zero points are 2 ** (bits - 1) and not stored."""
+    left_out: tuple[str, ...] = ()
+    """Linear layers that are not packed: parts of names, or with `pack-quantized` names and `re:` patterns."""
+    double: bool = False
+    """Scales are quantized too (bitsandbytes)."""
+
+
+@dataclass(frozen=True)
 class ListedTensor:
     """A published tensor of a model without a family file, or the box of it that one parameter holds."""
 
@@ -164,6 +181,8 @@ class ModelFacts:
     """Whether the model takes images, and all of it is trained; None: text only."""
     left_out: tuple[str, ...] = ()
     """Patterns of the names of stored tensors that are no part of the model, such as masks."""
+    quantized: QuantizedBase | None = None
+    """How linear layers are packed; None: weights are published as numbers."""
 
     @property
     def text_vocab(self) -> int:

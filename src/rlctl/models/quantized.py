@@ -31,7 +31,7 @@ def quantized_matrices(facts: ModelFacts, settings: QuantizationConfig) -> dict[
 
 @lru_cache(maxsize=8)
 def _chosen(facts: ModelFacts, tensors: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, Matrix]:
-    matrices = (matrix for matrix in weights_of(facts).matrices if _is_linear(matrix))
+    matrices = (matrix for matrix in weights_of(facts).matrices if is_linear(matrix))
     return {
         matrix.tensor: matrix
         for matrix in matrices
@@ -40,7 +40,7 @@ def _chosen(facts: ModelFacts, tensors: tuple[str, ...], exclude: tuple[str, ...
     }
 
 
-def _is_linear(matrix: Matrix) -> bool:
+def is_linear(matrix: Matrix) -> bool:
     """Whether a matrix is a linear layer's; without a family file, one inside a layer except depthwise convolutions."""
     return (
         matrix.role in LINEAR

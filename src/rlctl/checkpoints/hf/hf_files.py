@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.errors import InputError
+from rlctl.models.quantized_base import quantized_base, refuse_unread
 
 NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of the tokenizer's additional chat templates."""
@@ -87,23 +88,23 @@ def read_generation(directory: Path) -> dict[str, Any]:
         return {}
 
 
-READ_QUANTIZED = ("fp8", "mxfp4")
-"""Values of `quant_method` whose tensors are read: float8 with scales of blocks, and four bits of gpt-oss's experts."""
 PACKED = (".qweight", ".weight_packed", ".absmax")
 """How names of packed weights end."""
 
 
-def refuse_quantized(directory: Path, tensors: Iterable[str] = ()) -> None:
-    """Raise InputError for unsupported quantization, by `config.json` or tensor names. GPTQ, AWQ and bitsandbytes pack
-    weights; BitNet keeps names with other values. Without `tensors` this works before weights are fetched."""
-    quantized = read_config(directory).get("quantization_config")
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+def refuse_quantized(directory: Path, tensors: Iterable[str] = (), *, planned: bool = False) -> None:
+    """Raise InputError for quantization that is not read, by `config.json` or tensor names. Without `tensors` it works
+    before weights are fetched; `planned` allows formats that are only planned."""
+    try:
+        base = quantized_base(read_config(directory))
+        if base is not None and not planned:
+            refuse_unread(base)
+    except InputError as error:
+        raise InputError(f"{directory}: {error.message[0].lower()}{error.message[1:]}", error.hint) from error
     packed = next((name for name in tensors if name.endswith(PACKED)), None)
-    if method in (None, *READ_QUANTIZED) and packed is None:
-        return
-    form = f"quant_method {method}" if method not in (None, *READ_QUANTIZED) else f"tensor {packed}"
-    reason = f"{directory}: the model is quantized in a way that rlctl does not read ({form})."
-    raise InputError(reason, "Use a model that is not quantized.")
+    if base is None and packed is not None:
+        reason = f"{directory}: config.json names no quantization, and tensor {packed} is quantized."
+        raise InputError(reason, "Use a model that is not quantized, or download config.json again.")
 
 
 def copy_matching(source: Path, destination: Path, patterns: Iterable[str]) -> None:

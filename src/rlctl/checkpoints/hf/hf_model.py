@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.hf.hf_files import read_config, refuse_quantized
 from rlctl.checkpoints.hf.model_facts import facts_in
+from rlctl.checkpoints.hf.packed_layers import PackedLayers
 from rlctl.checkpoints.hf.reward_models import SCORE
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, StoredTensor
 from rlctl.errors import InputError, listed
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import Role
+from rlctl.models.quantized_base import quantized_base
 from rlctl.models.vision import VISION_FAMILIES
 from rlctl.weights import hf
 from rlctl.weights.dtensor import module_layout
@@ -74,14 +76,21 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
     facts = facts or facts_in(directory)
     files = SafetensorsDirectory.open(directory)
     refuse_quantized(directory, files.tensors)
-    facts = without_absent_mtp(facts, files.tensors)
+    base = quantized_base(config)
+    facts = replace(without_absent_mtp(facts, files.tensors), quantized=None)  # all weights are read as numbers
     expected = weights_of(facts).tensors
     block = (config.get("quantization_config") or {}).get("weight_block_size")
     params: dict[str, ParamSpec] = {}
     pieces: list[Piece] = []
     packed: set[str] = set()
     stacks: set[str] = set()
+    layers = PackedLayers(files, base)
     for name, shape in expected.items():
+        if parts := layers.add(name, shape):
+            packed.update(parts)
+            params[name] = ParamSpec(shape, "bfloat16")
+            pieces.append(whole_piece(name, name, shape))
+            continue
         if piece := _unsaved_form(name, shape, files.tensors):
             stored = files.tensors[piece.param]
             pieces.append(piece)
@@ -99,7 +108,7 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
         pieces.append(_whole(name, stored, files, block, params))
     extra = sorted(files.tensors.keys() - params.keys() - packed)
     _refuse_others(directory, facts, files, extra)
-    source, layout = PublishedFiles(files, frozenset(stacks)), Layout(0, params, tuple(pieces))
+    source, layout = PublishedFiles(files, frozenset(stacks), layers), Layout(0, params, tuple(pieces))
     further: dict[str, ParamSpec] = {}
     heads = tuple(_whole(name, files.tensors[name], files, block, further) for name in predicting(facts, extra))
     return HuggingFaceModel(config, facts, files, source, layout, Layout(0, further, heads))
@@ -253,11 +262,13 @@ def packed_params(
 
 
 class PublishedFiles:
-    """The stored tensors of a directory as a source, packed experts among them."""
+    """The stored tensors of a directory as a source, packed experts and packed layers among them."""
 
-    def __init__(self, files: SafetensorsDirectory, stacks: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, files: SafetensorsDirectory, stacks: frozenset[str] = frozenset(), layers: PackedLayers | None = None
+    ) -> None:
         """`stacks`: tensors [E, O, I] of all experts, whose params are [E x O, I]."""
-        self.files, self._stacks = files, stacks
+        self.files, self._stacks, self.layers = files, stacks, layers or PackedLayers(files, None)
         self._unpacked: OrderedDict[str, torch.Tensor] = OrderedDict()
 
     def read(self, param: str) -> torch.Tensor:
@@ -265,6 +276,8 @@ class PublishedFiles:
 
         from rlctl.weights.plan_execution import unpack_mxfp4
 
+        if param in self.layers:
+            return self.layers.read(param).scaled_in(torch.bfloat16).dequantized()
         if param in self.files.tensors:
             stored = self.files.read(param)
             return stored.flatten(0, 1) if param in self._stacks else stored
@@ -277,10 +290,15 @@ class PublishedFiles:
         return self._unpacked[param]
 
     def drop(self, param: str) -> None:
+        if param in self.layers:
+            self.layers.drop(param)
+            return
         self.files.drop(param if param in self.files.tensors else _expert(param)[0] + BLOCKS)
 
     def place(self, param: str) -> tuple[str, int, int]:
         """Where a param lies, for reading in order: its file, its position in it, and the expert."""
+        if param in self.layers:
+            param = self.layers.codes(param)
         name, expert = (param, 0) if param in self.files.tensors else _expert(param)
         stored = self.files.tensors.get(name) or self.files.tensors[name + BLOCKS]
         return stored.file.name, stored.position, expert

@@ -32,6 +32,7 @@ from rlctl.models.facts import ListedTensor, ModelFacts, MoeFacts, RopeFacts, Vi
 from rlctl.models.families import facts_from_hf_config, other_architecture, weights_of
 from rlctl.models.hf_config import rope_of
 from rlctl.models.matrices import Role
+from rlctl.models.quantized_base import quantized_base
 from rlctl.models.vision import VisionFamily, vision_family
 from rlctl.processes.child import call_in_child
 
@@ -64,8 +65,12 @@ def facts_in(directory: Path) -> ModelFacts:
     if vision_family(config) is not None:
         return _described(directory, json.dumps(config, sort_keys=True))
     architecture, model_type = other_architecture(config), str(config.get("model_type"))
-    same_class = architecture is not None and built_as(model_type).lower() == architecture.lower()
-    return _described(directory, json.dumps(config, sort_keys=True)) if same_class else facts_from_hf_config(config)
+    if architecture is not None and built_as(model_type).lower() == architecture.lower():
+        return _described(directory, json.dumps(config, sort_keys=True))
+    base = None
+    with contextlib.suppress(InputError):  # engines read more formats; who reads the weights refuses
+        base = quantized_base(config)
+    return replace(facts_from_hf_config(config), quantized=base)
 
 
 def known_facts(name: str, *, images: bool = False) -> ModelFacts | None:

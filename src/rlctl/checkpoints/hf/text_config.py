@@ -16,6 +16,7 @@ from rlctl.checkpoints.hf.safetensors_files import INDEX, SINGLE, read_header, s
 from rlctl.config.files import temporary_folder
 from rlctl.errors import InputError, first_line
 from rlctl.models.families import sees
+from rlctl.models.quantized_base import quantized_base
 from rlctl.processes.child import call_in_child
 
 SAME_TEXT = {
@@ -47,6 +48,8 @@ def has_text_part(directory: Path) -> bool:
 def text_config(directory: Path) -> dict[str, Any]:
     """Return the config.json of a model's text part. Raises InputError if it cannot be trained."""
     refuse_quantized(directory)
+    if (base := quantized_base(read_config(directory))) is not None:
+        raise InputError(f"{directory}: packed weights ({base.method}) of a multimodal model are not read.", NEXT)
     names: set[str] = set()  # of the stored tensors, as far as an index or headers list them
     if (directory / INDEX).is_file() and not (directory / SINGLE).exists():
         names = {*(read_object(directory, INDEX).get("weight_map") or ())}
