@@ -18,7 +18,9 @@ from rlctl.config.schema import Schema
 from rlctl.errors import ConfigError, MachineError
 from rlctl.models.constraints import require_policy_sizes, unpacked_rule
 from rlctl.models.facts import ModelFacts
+from rlctl.models.quantized_base import packed_sizes
 from rlctl.planner.choice import PLAIN_ENGINE, EngineNumbers, LoraChoice, Precision
+from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import (
     ClusterFacts,
     calibrated,
@@ -379,7 +381,9 @@ def plan_from_config(
     if with_engines := config.engine_settings:
         require_mover(with_engines, pins, trains=workload.trains)
         passed = with_engines.vllm
-        engine = EngineNumbers(passed.matrix_bytes, passed.cache_element_bytes, passed.graphs)
+        engine = EngineNumbers(
+            packed_matrix_bytes(facts) or passed.matrix_bytes, passed.cache_element_bytes, passed.graphs
+        )
         if with_engines.refit.staging_mb is not None and not cluster.is_cpu:
             constants = replace(constants, staging_bytes=with_engines.refit.staging_mb * 1024.0**2)
     if not workload.engines:
@@ -411,6 +415,12 @@ def plan_from_config(
         discards=config.engine_settings is not None and config.engine_settings.generation.discard_weights,
     )  # fmt: skip
     return make_plan(request, top=top, refusal=refusal)
+
+
+def packed_matrix_bytes(facts: ModelFacts) -> float | None:
+    """Return the mean bytes of a layer's weight in an engine of a packed model; None: it is not packed."""
+    packed, layers = packed_sizes(facts), count(facts).layers
+    return (packed.engine_bytes + 2.0 * (layers - packed.weights)) / layers if packed.weights else None
 
 
 def _lacks_transformer_engine(config: RlctlConfig, assume: str | None) -> bool:

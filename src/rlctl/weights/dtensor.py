@@ -16,6 +16,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import BUFFER_ROLES, Matrix, Role
+from rlctl.models.quantized_base import packed_tensors
 from rlctl.weights import hf
 from rlctl.weights.layout import Box, Layout, ParamSpec, Piece, Shape, Span, cut, whole
 from rlctl.weights.megatron import piece as piece_of
@@ -130,6 +131,12 @@ class DTensorWorld:
         return Layout(0, params, tuple(piece for piece in layout.pieces if piece.param in params))
 
     @cached_property
+    def packed(self) -> frozenset[str]:
+        """Weights of packed layers, which are in no layout: every rank holds them whole."""
+        tensors = packed_tensors(self.facts)
+        return frozenset(piece.param for piece in self.modules.pieces if piece.tensor in tensors)
+
+    @cached_property
     def roles(self) -> dict[str, Role]:
         roles = {matrix.tensor: matrix.role for matrix in weights_of(self.facts).matrices}
         return {piece.param: roles[piece.tensor] for piece in self.modules.pieces}
@@ -137,16 +144,18 @@ class DTensorWorld:
     def layout(self, rank: int) -> Layout:
         """Return all parameters of `rank`. Parameters without elements on it have an empty shape."""
         tp, shard = rank % self.parallel.tp, rank // self.parallel.tp % self.parallel.fsdp_shards
-        whole_params = self.modules.params
+        whole_params = {name: spec for name, spec in self.modules.params.items() if name not in self.packed}
         boxes = {name: self._box(name, spec.shape, tp, shard) for name, spec in whole_params.items()}
         params = {name: replace(spec, shape=_counts(boxes[name])) for name, spec in whole_params.items()}
-        pieces = [cut(p, p.param, boxes[p.param]) for p in self.modules.pieces if params[p.param].size]
+        pieces = [
+            cut(p, p.param, boxes[p.param]) for p in self.modules.pieces if p.param in params and params[p.param].size
+        ]
         return Layout(rank, params, tuple(p for p in pieces if p is not None))
 
     def shards(self, tensor: str) -> Sequence[Shard]:
         """Return the holders of each part of `tensor`: replicas, and the ranks of an axis that does not divide it."""
         pairs = []
-        for piece in self.modules.by_tensor.get(tensor, ()):
+        for piece in self.modules.by_tensor.get(tensor, ()) if tensor not in packed_tensors(self.facts) else ():
             spec = self.modules.params[piece.param]
             for ranks, box in self._holders(piece.param, spec.shape):
                 part = cut(piece, piece.param, box)

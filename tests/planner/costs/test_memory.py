@@ -9,7 +9,8 @@ import pytest
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import NoPlanError
-from rlctl.models.facts import ModelFacts
+from rlctl.models.facts import ModelFacts, QuantizedBase
+from rlctl.models.quantized_base import packed_sizes
 from rlctl.planner.choice import GenerationChoice, LoraChoice, TrainingChoice
 from rlctl.planner.costs.checkpoint import save_of
 from rlctl.planner.costs.engines import generation_time, group_rate, overhead_bytes, plan_kv, weight_bytes
@@ -384,3 +385,23 @@ def test_muon_plans_each_expert_of_a_stage() -> None:
     states = [state_bytes(facts, stage, c)["optimizer"] for c in (adam, replace(adam, muon_steps=5))]
     dense = 2048 * (2 * 32 * 128 + 2 * 4 * 128 + 128)  # queries and output, keys and values, router
     assert states[0] - states[1] == pytest.approx(4 * 48 * (dense + 128 * 3 * 768 * 2048) / 8)
+
+
+@pytest.mark.parametrize(("name", "linear", "tables", "norms"), [
+    # a layer: query and output 2 q h, key and value 2 kv h, gate, up and down 3 f h; embedding and head 2 v h
+    ("Qwen3-8B", 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288), 2 * 151936 * 4096, 36 * (2 * 4096 + 2 * 128) + 4096),
+    ("Qwen3-32B", 64 * 5120 * (2 * 8192 + 2 * 1024 + 3 * 25600), 2 * 151936 * 5120, 64 * (2 * 5120 + 2 * 128) + 5120),
+])  # fmt: skip
+def test_packed_layers_count_their_codes_scales_and_zero_points(
+    name: str, linear: int, tables: int, norms: int
+) -> None:
+    """AWQ: half a byte of code, and for 128 weights two bytes of scale and one of zero point (engine: half a byte)."""
+    facts = replace(model(name), quantized=QuantizedBase("awq", 4, 128, left_out=("lm_head",)))
+    choice = TrainingChoice(sharding="full", adapters=LoraChoice(16), reference=True)
+    stage = stages(facts, choice)[0]
+    states, adapters = state_bytes(facts, stage, choice), trained_parameters(facts, stage, choice).total
+    assert states["weights"] == linear * (1 / 2 + 3 / 128) + 4 * (tables + norms + adapters)
+    assert packed_sizes(facts).engine_bytes == linear * (1 / 2 + 2.5 / 128)
+    assert "reference" not in states  # the base without adapters
+    assert states["dequantized"] == 3 * facts.hidden * facts.intermediate
+    assert states["gathered"] == pytest.approx(2 * tables + 2 * 2 * norms / facts.layers, rel=1e-4)

@@ -14,6 +14,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import Role
 from rlctl.models.quantized import quantization_problems
+from rlctl.models.quantized_base import packed_problems
 from rlctl.settings.data import VisionPart
 from rlctl.weights.dtensor import DTensorWorld
 
@@ -63,6 +64,7 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
     yield from _of_images(spec)
     for key, reason in quantization_problems(spec.facts, spec.quantization, spec.parallel, spec.dtype):
         yield f"training.quantization.{key}", reason
+    yield from _of_packed_layers(spec)
     if spec.router_replay and spec.facts.moe is None:
         yield "training.router_replay", "the model has no experts"
     elif spec.router_replay and spec.facts.listed:
@@ -76,6 +78,21 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
             yield "training.freeze_router", reason
         if spec.lora.rank:
             yield "training.lora.rank", f"{reason}, and these take no adapters"
+
+
+def _of_packed_layers(spec: PolicySpec) -> Iterator[tuple[str, str]]:
+    if spec.facts.quantized is None:
+        return
+    yield from packed_problems(spec.facts, adapters=spec.lora.rank > 0 or spec.teaches is not None)
+    if spec.parallel.tp > 1:
+        yield f"training.tp = {spec.parallel.tp}", "packed layers are not divided; ranks of training.dp each hold all"
+    if spec.dtype == "float32":
+        yield (
+            "model.dtype = float32",
+            "engines compute packed weights in bfloat16: set model.dtype=bfloat16",
+        )
+    if spec.valued:
+        yield "model.name", "a value model of packed layers is not trained"
 
 
 def _of_images(spec: PolicySpec) -> Iterator[tuple[str, str]]:

@@ -49,15 +49,18 @@ class AdaptedLinear(Adapted, nn.Linear):
 def adapt(inner: Any, world: DTensorWorld, lora: LoraConfig) -> None:
     """Freeze a model without memory and add adapters to the targets. Raises ConfigError for unsupported or missing
     targets."""
+    from rlctl.backends.dtensor.packed_linear import AdaptedPackedLinear, PackedLinear
+
     inner.requires_grad_(False)
+    adapted: dict[type, type] = {nn.Linear: AdaptedLinear, PackedLinear: AdaptedPackedLinear}
     adapters = dict[str, nn.Parameter]()
     for name, shared in _targets(inner, world, lora):
         module = inner.get_submodule(name)
-        require_kind(name, module, (nn.Linear,))
-        module.__class__ = AdaptedLinear
-        a = nn.Parameter(module.weight.new_empty(lora.rank, module.in_features))
+        require_kind(name, module, adapted)
+        module.__class__ = adapted[type(module)]
+        a = nn.Parameter(torch.empty(lora.rank, module.in_features, device="meta"))
         module.lora_a = adapters.setdefault(shared, a)
-        module.lora_b = nn.Parameter(module.weight.new_empty(module.out_features, lora.rank))
+        module.lora_b = nn.Parameter(torch.empty(module.out_features, lora.rank, device="meta"))
         module.scale, module.shared = lora.alpha / lora.rank, shared
     if not adapters:
         raise ConfigError(
@@ -156,10 +159,12 @@ def adapter_parameters(inner: nn.Module) -> dict[str, Tensor]:
 
 
 def adapters(inner: nn.Module, narrow: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Adapter]]:
-    """Return adapted weights by name, merged as the model computes them (`narrow`). Collective: gathers A over FSDP2's
-    shards."""
+    """Return adapted weights by name, merged as the model computes them (`narrow`); packed layers merge nothing.
+    Collective: gathers A over FSDP2's shards."""
     gathered = dict[str, Tensor]()
     for name, layer in adapted_layers(inner).items():
+        if "weight" not in layer._parameters:
+            continue
         if layer.shared not in gathered:
             gathered[layer.shared] = narrow(_all_rows(layer.lora_a.detach()))
         weight, b = local_part(layer.weight.detach()), narrow(local_part(layer.lora_b.detach()))

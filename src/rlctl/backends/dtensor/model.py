@@ -23,6 +23,7 @@ from rlctl.backends.batching.row_attention import RowAttention, attend
 from rlctl.backends.dtensor.experts import Replay, experts_of, install_replay, spread
 from rlctl.backends.dtensor.lora import adapt, begin
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
+from rlctl.backends.dtensor.packed_linear import pack_layers
 from rlctl.backends.dtensor.tensor_parallel import divide, divide_alike, local_part, with_views
 from rlctl.backends.dtensor.vision_inputs import RowImages
 from rlctl.backends.logprobs import ValueHead, VocabPart, row_logprobs
@@ -231,6 +232,8 @@ def build_model(
     model = kind(_on_meta(spec, headless=kind is ValueModel), groups, spec)
     for name, parameter in model.inner.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and spec.teaches is None and name not in frozen)
+    if compute := COMPUTE[spec.dtype]:
+        pack_layers(model.inner, spec.facts, compute)
     if spec.lora.rank:
         adapt(model.inner, world, spec.lora)
     if spec.router_replay:
@@ -241,7 +244,7 @@ def build_model(
         divide_alike(model.head, tp)
     if groups.experts is not None:
         spread(model.inner, world, groups.experts.get_group("ep"))
-    if compute := COMPUTE[spec.dtype]:
+    if compute:
         _compute_narrowly(model.inner, world, compute, spec.optimizer.rounding)
     _recompute(model, spec.recompute)
     if spec.parallel.world_size > spec.parallel.tp or spec.dtype != "float32":

@@ -17,6 +17,7 @@ from rlctl.backends.batching.batch import BatchShard, Fetch
 from rlctl.backends.batching.packed_rows import PackedRow
 from rlctl.backends.dtensor.backend import layouts
 from rlctl.backends.dtensor.lora import adapter_parameters, adapters, require_called, set_part
+from rlctl.backends.dtensor.packed_linear import load_packed, packed_layers, without_adapters
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.host_memory import HostMemory, Offloaded
 from rlctl.backends.lora_adapter import Adapter, is_adapter
@@ -155,6 +156,8 @@ class DTensorWorker(PolicyRank):
             self._load_head(load_value_head(directory))
         elif self.spec.valued and (published := published_value_head(directory)) is not None:
             self._load_head(published)
+        if world.packed:
+            load_packed(self.model.inner, directory)
         self.round_weights()  # a forward pass follows
         if world.facts.unpacked:
             from rlctl.backends.dtensor.model import require_causal
@@ -177,8 +180,18 @@ class DTensorWorker(PolicyRank):
         with self.exchanged(others), self.grid.lifted() if self.grid is not None else contextlib.nullcontext():
             yield
 
+    @contextlib.contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        with without_adapters(self.model.inner), super()._without_adapters():
+            yield
+
     def offload(self, keep_weights: bool) -> Offloaded:
-        weights = [*self.parameters().values(), *(local_part(value.detach()) for value in self.model.parameters())]
+        packed = [buffer for layer in packed_layers(self.model.inner).values() for buffer in layer.buffers()]
+        weights = [
+            *packed,
+            *self.parameters().values(),
+            *(local_part(value.detach()) for value in self.model.parameters()),
+        ]
         self.clear_gradients()
         moving = [*self._states(), *(self._reference or {}).values(), *(() if keep_weights else weights)]
         return Offloaded(moving, (), self.host_memory())

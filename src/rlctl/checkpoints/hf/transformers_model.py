@@ -27,6 +27,8 @@ def meta_model(
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = copy.deepcopy(AutoConfig.from_pretrained(directory))
+    if hasattr(config, "quantization_config"):  # modules are built for numbers; packed ones replace them
+        del config.quantization_config
     config.tie_word_embeddings = getattr(config, "tie_word_embeddings", False) and not headless
     kind, chosen = AutoModelForCausalLM, attention
     if vision_family(config.to_dict()) is not None:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from rlctl.models.facts import ModelFacts
+from rlctl.models.quantized_base import packed_sizes
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.costs.communicators import communicators
 from rlctl.planner.costs.parameters import (
@@ -24,6 +25,8 @@ from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, MUON_ROUND_ELEMENTS, OPTIMIZER_PART_BYTES, Constants
 from rlctl.planner.inputs.request import Request
 
+DEQUANTIZED_BYTES = 3
+"""Bytes per weight of the packed matrix in use: its bfloat16 weights, and the codes that they are made of."""
 PINNED = 1 / math.log(2)
 """Pinned over requested bytes: torch rounds up to powers of two. vLLM pins sleeping weights."""
 
@@ -70,9 +73,11 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
     element, owned = element_bytes(choice), trained.owned(choice.parallel)
     gathered: dict[str, float] = {}
     if choice.sharding == "full":  # float32 shards of weights and gradients
-        copy = 4 * params.owned(choice.parallel)
+        copy = _sharded_bytes(facts, params, choice)
         weights, gradients = copy + (4 * owned if choice.adapters else 0.0), 4 * owned
-        gathered["gathered"] = _gathered_bytes(params, choice)
+        gathered["gathered"] = _gathered_bytes(facts, params, choice)
+        if facts.quantized is not None:
+            gathered["dequantized"] = float(DEQUANTIZED_BYTES * packed_sizes(facts).largest)
     else:
         # FP8 keeps quantized copies of the layers' matrices next to the BF16 ones; embedding and head have none.
         copies = choice.float8_copies if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0
@@ -89,21 +94,32 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
     return states | gathered | critic | reference
 
 
+def _sharded_bytes(facts: ModelFacts, params: RankParameters, choice: TrainingChoice) -> float:
+    """Return bytes of FSDP2's float32 shards of a rank, and of packed layers, which every rank holds whole."""
+    packed = packed_sizes(facts)
+    plain = replace(params, dense=params.dense - packed.weights)
+    return 4 * plain.owned(choice.parallel) + packed.trainer_bytes
+
+
 def unadapted_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
-    """Host memory of a rank for the adapted weights as training found them; adapters are merged into others."""
+    """Host memory of a rank for the adapted weights as training found them; adapters are merged into others, but for
+    packed layers."""
+    if facts.quantized is not None:
+        return 0.0
     counts = [adapted_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     full = choice.sharding == "full"
     return element_bytes(choice) * max(counts.owned(choice.parallel) if full else counts.total for counts in counts)
 
 
-def _gathered_bytes(params: RankParameters, choice: TrainingChoice) -> float:
+def _gathered_bytes(facts: ModelFacts, params: RankParameters, choice: TrainingChoice) -> float:
     """Return bytes gathered by FSDP2 in a backward pass: embedding and head with gradients, two layers, and a layer's
     gradients with a float32 copy."""
     if choice.parallel.fsdp_shards * choice.parallel.replicate == 1 and choice.precision == "float32":
         return 0.0  # one rank does without FSDP2
     element = element_bytes(choice)
-    weights = element * (params.tables + 2 * params.largest_layer)
-    gradients = element * params.tables + (element + 4) * params.largest_layer
+    layer = params.largest_layer - packed_sizes(facts).weights / facts.layers
+    weights = element * (params.tables + 2 * layer)
+    gradients = element * params.tables + (element + 4) * layer
     return weights + (gradients if choice.adapters is None else 0.0)
 
 
@@ -111,7 +127,9 @@ def most_weight_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
     """Bytes of a model's weights on the fullest rank: FSDP2 keeps float32 shards."""
     counts = [rank_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     full = choice.sharding == "full"
-    return max(4 * counts.owned(choice.parallel) if full else element_bytes(choice) * counts.total for counts in counts)
+    return max(
+        _sharded_bytes(facts, counts, choice) if full else element_bytes(choice) * counts.total for counts in counts
+    )
 
 
 def update_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> float:
