@@ -73,7 +73,7 @@ def pack_layers(inner: Any, facts: ModelFacts, dtype: torch.dtype) -> None:
     for tensor, (outputs, inputs) in packed_tensors(facts).items():
         assert base is not None
         name = module_name(tensor).removesuffix(".weight")
-        module = inner.get_submodule(name)
+        module: Any = inner.get_submodule(name)
         if type(module) is not nn.Linear:
             raise ConfigError(
                 f"model.name: {name} is packed and a {type(module).__name__}, for which there is no packed form.",
