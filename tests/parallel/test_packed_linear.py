@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_a_packed_layer_computes_as_the_dequantized_one(tmp_path: Path) -> None:
     pack_layers(inner, facts, torch.bfloat16)
     inner.to_empty(device="cpu")
     load_packed(inner, packed)
-    layer = inner.get_submodule("model.layers.1.mlp.down_proj")
+    layer: Any = inner.get_submodule("model.layers.1.mlp.down_proj")
     assert type(layer) is PackedLinear
     other = nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=torch.bfloat16)
     other.weight.data.copy_(weights["model.layers.1.mlp.down_proj.weight"])
@@ -47,6 +48,7 @@ def test_a_packed_layer_computes_as_the_dequantized_one(tmp_path: Path) -> None:
     out.backward(gradient)
     expected.backward(gradient)
     assert ours.grad is not None
+    assert theirs.grad is not None
     assert torch.equal(ours.grad, theirs.grad)
     layer.__class__, layer.scale = AdaptedPackedLinear, 2.0
     a, b = (nn.Parameter(torch.randn(size).bfloat16()) for size in ((3, layer.in_features), (layer.out_features, 3)))
