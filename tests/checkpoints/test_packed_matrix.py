@@ -37,11 +37,11 @@ def test_packed_weights_are_read_as_their_definition_says(case: dict[str, Any], 
 def test_compressed_tensors_reads_the_same_weights(tmp_path: Path) -> None:
     """Its own decompression, in float32, rounds to them."""
     from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
 
     packed, _ = write_quantized(tmp_path, "pack-quantized", symmetric=False)
     stored, model = load_file(packed / "model.safetensors"), open_hf_model(packed)
-    weights = QuantizationArgs(num_bits=4, strategy="group", group_size=32, symmetric=False)
+    weights = QuantizationArgs(num_bits=4, strategy=QuantizationStrategy.GROUP, group_size=32, symmetric=False)
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     stems = [name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")]
     assert stems

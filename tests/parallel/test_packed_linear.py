@@ -50,11 +50,12 @@ def test_a_packed_layer_computes_as_the_dequantized_one(tmp_path: Path) -> None:
     assert ours.grad is not None
     assert theirs.grad is not None
     assert torch.equal(ours.grad, theirs.grad)
-    layer.__class__, layer.scale = AdaptedPackedLinear, 2.0
+    adapted: Any = layer
+    adapted.__class__, adapted.scale = AdaptedPackedLinear, 2.0
     a, b = (nn.Parameter(torch.randn(size).bfloat16()) for size in ((3, layer.in_features), (layer.out_features, 3)))
-    layer.lora_a, layer.lora_b = a, b
+    adapted.lora_a, adapted.lora_b = a, b
     exact = F.linear(inputs.double(), other.weight.double() + 2.0 * b.double() @ a.double())
-    assert ((layer(inputs) - exact).abs() <= 0.02 * exact.abs() + 0.02 * exact.abs().mean()).all()
+    assert ((adapted(inputs) - exact).abs() <= 0.02 * exact.abs() + 0.02 * exact.abs().mean()).all()
 
 
 @pytest.mark.parametrize("dp", [1, 2])
