@@ -38,6 +38,10 @@ pytest_plugins = ["support.commands", "support.crew", "support.engines", "suppor
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(DurationsPlugin(config), "durations")
+    # Rewriting the assertions takes half of a collection, and compiling rlctl most of a command's start: both are kept
+    # beside the files, also where PYTHONDONTWRITEBYTECODE is set.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
