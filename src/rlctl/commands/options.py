@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -83,7 +84,8 @@ def declare(config: type[Section]) -> list[str]:
         if flag.parameter not in FLAGS:
             kind = flag.kind or next(iter(schema.plain_kinds(key) - {type(None)}))
             FLAGS[flag.parameter] = Parameter(kind | None, key, flag.help, flag.metavar, flag.names)
-    return [flag.parameter for key, flag in flags.items() if key not in Schema(SHARED).marks]
+    shared = Schema(SHARED).marks
+    return [flag.parameter for key, flag in flags.items() if key not in shared]
 
 
 def of_methods() -> str:
@@ -128,10 +130,15 @@ def _parameter(name: str) -> inspect.Parameter:
 
 def _chosen(parameter: Parameter) -> Any:
     """Return the type of a flag's value: one of the names that its key takes, or the type of the key's field."""
+    choices = _shared_keys(tuple(sys.path)).choices(parameter.key) if parameter.key else ()
+    return Literal[choices] if choices else parameter.kind
+
+
+@functools.cache
+def _shared_keys(places: tuple[str, ...]) -> Schema:
     from rlctl.methods.configuration import names_of_values
 
-    choices = Schema(SHARED, names_of_values()).choices(parameter.key) if parameter.key else ()
-    return Literal[choices] if choices else parameter.kind
+    return Schema(SHARED, names_of_values())
 
 
 def taking(flags: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
