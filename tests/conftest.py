@@ -28,6 +28,7 @@ os.environ.update(
     }
 )
 
+from rlctl.data.gym_questions import GymProcess, gym_process
 from rlctl.tiny_models.text import write_tiny_family
 from rlctl.vector_math import warm_up
 from support.durations import DurationsPlugin, make_scheduler
@@ -81,6 +82,12 @@ def converted_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("converted")
     os.environ["RLCTL_MEGATRON_CHECKPOINT_DIR"] = str(directory)
     return directory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def questions_process() -> GymProcess:
+    """Kept, so that tests do not each start one."""
+    return gym_process()
 
 
 @pytest.fixture(scope="session")

@@ -43,6 +43,7 @@ from rlctl.training.user_loss import UserLoss
 from rlctl.transport.available import transport_facts
 from rlctl.weights.vllm import VllmParallel
 from support import refit_workers
+from support.commands import rlctl_with
 from support.config_defaults import differences, written
 from support.token_batches import token_batch
 
@@ -107,27 +108,27 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rlctl(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(EXTEND.parents[1] / "src")])}
-    command = [sys.executable, "-m", "rlctl", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
+    return rlctl_with(package, list(words))[0]
 
 
 @pytest.mark.long
 def test_the_parts_of_the_package_are_found(package: Path, tiny_llama: Path) -> None:
-    words = ["--model", str(tiny_llama), "--data", str(package / "rows.jsonl"), "--gpu", "cpu", "--max-length", "96"]
-    shown = rlctl(
-        package, "train", "focal", *words, "--backend", "checked", "--set", "focal.gamma=1", "--dry-run", "--json"
+    model = ["--model", str(tiny_llama), "--gpu", "cpu", "--dry-run", "--json"]
+    recipe = package / "recipe.yaml"
+    recipe.write_text("minimal_model: { path: x }\nminimal_train: { learning_rate: 3.0e-6, color: red }\n")
+    texts = ["--data", str(package / "rows.jsonl"), "--max-length", "96", "--set", "focal.gamma=1"]
+    questions = ["--data", "reasoning-gym:chain_sum", "--algorithm", "rank", "--set", "advantage.rank_power=2"]
+    shown, ranked, imported = rlctl_with(
+        package,
+        ["train", "focal", *model, *texts, "--backend", "checked"],
+        ["train", "grpo", *model, *questions],
+        ["config", "import", str(recipe), "--json"],
     )
     assert shown.returncode == 0, shown.stderr
     config = json.loads(shown.stdout)["config"]
     assert (config["focal.gamma"]["value"], config["training.backend"]["value"]) == (1, "checked")
-    words = ["--model", str(tiny_llama), "--data", "reasoning-gym:chain_sum", "--gpu", "cpu", "--algorithm", "rank"]
-    ranked = rlctl(package, "train", "grpo", *words, "--set", "advantage.rank_power=2", "--dry-run", "--json")
     assert ranked.returncode == 0, ranked.stderr
     assert json.loads(ranked.stdout)["config"]["advantage.rank_power"]["value"] == 2
-    recipe = package / "recipe.yaml"
-    recipe.write_text("minimal_model: { path: x }\nminimal_train: { learning_rate: 3.0e-6, color: red }\n")
-    imported = rlctl(package, "config", "import", str(recipe), "--json")
     assert imported.returncode == 0, imported.stderr
     assert json.loads(imported.stdout)["values"] == {"model.name": "x", "optimizer.lr": 3e-6}
 
@@ -225,18 +226,21 @@ def test_the_transport_takes_weights_through_a_store(
 
 @pytest.mark.long
 def test_the_transport_is_planned_and_checked(package: Path, tiny_llama: Path) -> None:
-    words = ["--model", str(tiny_llama), "--gpu", "cpu", "--set", "refit.mover=object-store"]
+    plan = ["plan", "--model", str(tiny_llama), "--gpu", "cpu", "--set", "refit.mover=object-store"]
     store = ["--set", "refit.directory=memory://weights"]
-    shown = rlctl(package, "plan", *words, *store, "--json")
+    shown, lacking, other, helped, wrong = rlctl_with(
+        package,
+        [*plan, *store, "--json"],
+        plan,
+        [*plan, "--set", "refit.mover=collective", *store],
+        ["refit-test", "--help"],
+        ["config", "show", "--set", "refit.mover=object-stor"],
+    )
     assert shown.returncode == 0, shown.stderr
     assert json.loads(shown.stdout)["mover"] == "object-store"
-    lacking = rlctl(package, "plan", *words)
     assert (lacking.returncode, "refit.mover = object-store needs refit.directory" in lacking.stderr) == (2, True)
-    other = rlctl(package, "plan", *words, "--set", "refit.mover=collective", *store)
     assert "only refit.mover = disk or object-store uses one" in other.stderr
-    helped = rlctl(package, "refit-test", "--help")
     assert "|object-store" in helped.stdout
-    wrong = rlctl(package, "config", "show", "--set", "refit.mover=object-stor")
     assert (wrong.returncode, "'disk' or 'object-store'" in wrong.stderr) == (2, True)
 
 
@@ -272,8 +276,8 @@ def test_the_logger_writes_what_a_run_measures(package: Path, tmp_path: Path) ->
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     lines = (tmp_path / "metrics.csv").read_text().splitlines()
     assert lines == ["step,name,value", "1,train/reward,1.0", "2,train/reward,2.5", "3,train/reward,3.5"]
-    shown = rlctl(package, "config", "show", "--set", "run.loggers=[csv-lines]", "--json")
+    show = ["config", "show", "--json", "--set"]
+    shown, wrong = rlctl_with(package, [*show, "run.loggers=[csv-lines]"], [*show, "run.loggers=[csv-line]"])
     assert json.loads(shown.stdout)["run"]["loggers"] == ["csv-lines"], shown.stderr
-    wrong = rlctl(package, "config", "show", "--set", "run.loggers=[csv-line]")
     assert wrong.returncode == 2
     assert "rlctl has no logger 'csv-line', only tensorboard, wandb, mlflow, trackio, csv-lines" in wrong.stderr

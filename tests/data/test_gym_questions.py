@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
+from unittest import mock
 
 import pytest
 
-from rlctl.data.gym_questions import GymQuestions
+from rlctl.data import gym_questions
+from rlctl.data.gym_questions import GymQuestions, gym_process
 from rlctl.data.gym_tasks import build_task
 from rlctl.data.prompt_rows import GymTask
 from rlctl.data.prompts import open_prompts
@@ -58,6 +62,22 @@ def test_questions_go_on_after_the_end_of_their_process() -> None:
     task = GymTask("chain_sum", {"seed": 3, "size": 4})
     questions, dataset = GymQuestions(task, 4), build_task(task)
     assert [questions[i] for i in (2, 0, 2)] == [dataset[i] for i in (2, 0, 2)]
-    questions._server.process.kill()
-    questions._server.process.wait()  # as at the end of a Ray session, which ends the processes of the driver
+    process = gym_process().server.process
+    assert process is not None
+    process.kill()
+    process.wait()  # as at the end of a Ray session, which ends the processes of the driver
     assert questions[3] == dataset[3]
+
+
+def test_tasks_share_a_process_that_ends_with_the_last_of_them() -> None:
+    tasks = [GymTask(name, {"seed": 3, "size": 4}) for name in ("chain_sum", "spell_backward")]
+    with mock.patch.object(gym_questions, "_processes", weakref.WeakValueDictionary()):  # the tests keep another
+        sources = [GymQuestions(task, 4) for task in tasks]
+        assert [source[1] for source in sources] == [build_task(task)[1] for task in tasks]
+        process = gym_process().server.process
+    assert process is not None
+    del sources[0]
+    assert process.poll() is None
+    sources.clear()
+    gc.collect()
+    assert process.poll() is not None

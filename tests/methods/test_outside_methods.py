@@ -4,15 +4,14 @@ an RL algorithm with nested settings. Both go through `train`, its dry run, a re
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
 from rlctl.telemetry.metrics import read_metrics
+from support.commands import rlctl_with
 
 ENTRY_POINTS = """
 [rlctl.methods]
@@ -139,10 +138,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rlctl(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
-    command = [sys.executable, "-m", "rlctl", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    return rlctl_with(package, list(words))[0]
 
 
 def method_words(package: Path, model: Path) -> list[str]:
@@ -151,18 +147,23 @@ def method_words(package: Path, model: Path) -> list[str]:
 
 @pytest.mark.long
 def test_its_section_is_known_and_no_other(package: Path, tiny_llama: Path) -> None:
-    shown = rlctl(package, "config", "schema", "weighted", "weighting")
+    grpo = ["train", "grpo", "--dry-run", "--set"]
+    shown, helped, foreign, nested, misplaced, misspelt = rlctl_with(
+        package,
+        ["config", "schema", "weighted", "weighting"],
+        ["train", "weighted", "--help"],
+        ["train", "weighted", *method_words(package, tiny_llama), "--set", "reward.x=1", "--dry-run"],
+        ["config", "schema", "tempered", "loss"],
+        [*grpo, "loss.softness.scale=1"],
+        [*grpo, "loss.softness.scal=1", "--algorithm", "tempered"],
+    )
     assert "power: number = 1.0" in shown.stdout, shown.stderr
-    assert "[default: 0.001]" in rlctl(package, "train", "weighted", "--help").stdout
-    wrong = rlctl(package, "train", "weighted", *method_words(package, tiny_llama), "--set", "reward.x=1", "--dry-run")
-    assert wrong.returncode == 2
-    assert "`train weighted` has no section `reward`" in wrong.stderr
-    nested = rlctl(package, "config", "schema", "tempered", "loss")
+    assert "[default: 0.001]" in helped.stdout
+    assert foreign.returncode == 2
+    assert "`train weighted` has no section `reward`" in foreign.stderr
     assert "scale: number = 4.0" in nested.stdout, nested.stderr
-    wrong = rlctl(package, "train", "grpo", "--set", "loss.softness.scale=1", "--dry-run")
-    assert "`train grpo` has no key `softness.scale` in the section `loss`" in wrong.stderr
-    wrong = rlctl(package, "train", "grpo", "--algorithm", "tempered", "--set", "loss.softness.scal=1", "--dry-run")
-    assert "did you mean `loss.softness.scale`?" in wrong.stderr
+    assert "`train grpo` has no key `softness.scale` in the section `loss`" in misplaced.stderr
+    assert "did you mean `loss.softness.scale`?" in misspelt.stderr
 
 
 def test_an_argument_of_a_section_is_a_default_when_its_neighbor_is_set(package: Path) -> None:
@@ -175,22 +176,23 @@ def test_an_argument_of_a_section_is_a_default_when_its_neighbor_is_set(package:
 
 @pytest.mark.long
 def test_both_are_planned_and_shown_without_being_started(package: Path, tiny_llama: Path) -> None:
-    words = method_words(package, tiny_llama)
-    shown = rlctl(package, "train", "weighted", *words, "--set", "weighting.power=0.5", "--dry-run", "--json")
-    assert shown.returncode == 0, shown.stderr
-    assert json.loads(shown.stdout)["config"]["weighting.power"]["value"] == 0.5
-    assert json.loads(shown.stdout)["config"]["weighting.block"]["origin"] == "planner"
-    assert json.loads(shown.stdout)["config"]["weighting.block"]["value"] >= 2
-    given = rlctl(package, "train", "weighted", *words, "--block", "7", "--dry-run", "--json")
-    assert json.loads(given.stdout)["config"]["weighting.block"] == {"value": 7, "origin": "flag --block"}, given.stderr
-    planned = rlctl(
-        package, "plan", "--model", str(tiny_llama), "--gpu", "cpu", "--set", "run.algorithm=weighted", "--json"
-    )
-    assert json.loads(planned.stdout)["generation"] is None, planned.stderr
-    tempered = rlctl(
-        package, "train", "grpo", "--model", str(tiny_llama), "--data", "reasoning-gym:chain_sum", "--gpu", "cpu",
-        "--algorithm", "tempered", "--set", "loss.softness.scale=3", "--dry-run", "--json",
+    weighted = ["train", "weighted", *method_words(package, tiny_llama), "--dry-run", "--json"]
+    model = ["--model", str(tiny_llama), "--gpu", "cpu", "--json"]
+    shown, given, planned, tempered = rlctl_with(
+        package,
+        [*weighted, "--set", "weighting.power=0.5"],
+        [*weighted, "--block", "7"],
+        ["plan", *model, "--set", "run.algorithm=weighted"],
+        ["train", "grpo", *model, "--data", "reasoning-gym:chain_sum", "--algorithm", "tempered", "--set",
+         "loss.softness.scale=3", "--dry-run"],
     )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    config = json.loads(shown.stdout)["config"]
+    assert config["weighting.power"]["value"] == 0.5
+    assert config["weighting.block"]["origin"] == "planner"
+    assert config["weighting.block"]["value"] >= 2
+    assert json.loads(given.stdout)["config"]["weighting.block"] == {"value": 7, "origin": "flag --block"}, given.stderr
+    assert json.loads(planned.stdout)["generation"] is None, planned.stderr
     assert tempered.returncode == 0, tempered.stderr
     assert json.loads(tempered.stdout)["config"]["loss.softness.scale"]["value"] == 3
 
