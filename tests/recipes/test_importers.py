@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import rlctl
+from rlctl.config import plugins
+from rlctl.config.plugins import EntryPointGroup
 from rlctl.config.recipes import Entry, Import
 from rlctl.errors import ConfigError, InputError
 from rlctl.methods.configuration import resolve
@@ -51,12 +53,12 @@ def abacus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that brings the importer by its entry point."""
     entry = metadata.EntryPoint("abacus", f"{__name__}:Abacus", "rlctl.recipes")
     monkeypatch.setitem(sys.modules, __name__, sys.modules[Abacus.__module__])
-    found = metadata.entry_points
+    found = plugins._entry_points
 
-    def with_abacus(**asked: str) -> Any:
-        return [entry] if asked.get("group") == "rlctl.recipes" else found(**asked)
+    def with_abacus(group: EntryPointGroup, places: tuple[str, ...]) -> metadata.EntryPoints:
+        return metadata.EntryPoints([entry]) if group == "rlctl.recipes" else found(group, places)
 
-    monkeypatch.setattr("rlctl.config.plugins.metadata.entry_points", with_abacus)
+    monkeypatch.setattr(plugins, "_entry_points", with_abacus)
     available.importer.cache_clear()
 
 

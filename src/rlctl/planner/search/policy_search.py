@@ -258,16 +258,13 @@ def _least_saving(
     limit -= sum(snapshot_parts(request, choice).values())
     saved, peak = choice, mem.PhaseMemory({})
     for _, savings in groupby(memory_savings(request), key=lambda saving: saving["optimizer_offload"]):
-        some = [
-            replace(choice, **saving, critic_offload=wait)
-            for saving, wait in product(savings, (False, True)[: 1 + turns])
-        ]
-        saved = some[-1]  # the largest saving: if that does not fit, no choice does
+        some = [saving | {"critic_offload": wait} for saving, wait in product(savings, (False, True)[: 1 + turns])]
+        saved = replace(choice, **some[-1])  # the largest saving: if that does not fit, no choice does
         if (peak := mem.training_memory(request, saved, asleep, number)).total > limit:
             continue
         saved, peak = next(
             (sizes, memory)
-            for sizes in some
+            for sizes in (replace(choice, **saving) for saving in some)
             if (memory := mem.training_memory(request, sizes, asleep, number)).total <= limit
         )
         seconds = timing.training_time(request, saved, colocated).total
