@@ -185,7 +185,7 @@ def run(
     """Refit `repeat` times (at least twice), and compare all tensors and log-probs each time. `compare_logprobs`
     compares the log-probs of engine and policy for the engine's tokens. `never`: tokens that the engine must not
     sample."""
-    session = sync.session
+    session = sync.whole
 
     def generate(version: int) -> list[SampledGroup]:
         with sync.generating():
@@ -276,7 +276,7 @@ def _held(session: RefitSession) -> dict[str, int]:
 
 
 def _cause(sync: WeightSync, name: str, before: int | None) -> str:
-    session = sync.session
+    session = sync.whole
     row = next((row for row in session.setup.table if row.name == name), None)
     if row is None:
         return "a buffer of the engine, which no refit sends, has changed"

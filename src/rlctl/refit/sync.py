@@ -140,7 +140,7 @@ class WeightSync:
         `tell` receives losses. `adapters`: engines have a base and receive adapters alone, which they merge with
         `rounding`, or add to products (`adds`)."""
         self.engines, self._policy, self._decode_check = engines, policy, decode_check
-        session = RefitSession(
+        self.whole = RefitSession(
             senders,
             engines.receivers,
             facts,
@@ -150,7 +150,9 @@ class WeightSync:
             converted=converted,
             converted_at=converted_at,
         )
-        self.session = session if adapters is None else AdapterRefits(session, adapters, rounding=rounding, adds=adds)
+        self.session = (
+            self.whole if adapters is None else AdapterRefits(self.whole, adapters, rounding=rounding, adds=adds)
+        )
         self.devices = DeviceHandover(
             policy, engines, offload=offload, engines_sleep=engines_sleep, engines_discard=engines_discard
         )

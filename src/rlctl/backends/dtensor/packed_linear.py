@@ -80,8 +80,10 @@ def pack_layers(inner: Any, facts: ModelFacts, dtype: torch.dtype) -> None:
                 "Use the same model without quantization.",
             )
         groups = inputs // base.group if base.group else 1
-        module.__class__, module.bits = PackedLinear, base.bits
         del module.weight
+        module.__class__ = PackedLinear
+        packed: Any = module
+        packed.bits = base.bits
         for buffer, shape, kind in (
             ("codes", (outputs, inputs * base.bits // 32), torch.int32),
             ("zeros", (outputs, groups), torch.uint8),

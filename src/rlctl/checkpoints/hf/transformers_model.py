@@ -26,7 +26,7 @@ def meta_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = copy.deepcopy(AutoConfig.from_pretrained(directory))
+    config: Any = copy.deepcopy(AutoConfig.from_pretrained(directory))
     if hasattr(config, "quantization_config"):  # modules are built for numbers; packed ones replace them
         del config.quantization_config
     config.tie_word_embeddings = getattr(config, "tie_word_embeddings", False) and not headless
