@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -70,3 +71,20 @@ def test_other_log_probs_are_the_policys_own() -> None:
     asked: list[str] = []
     client(Ranks(1, asked, "policy"), ParallelSpec()).add_logprobs("old_logprobs")
     assert asked == ["policy add_logprobs"]
+
+
+def test_teachers_of_several_sources_take_turns_and_the_one_that_is_loaded_goes_first() -> None:
+    asked: list[str] = []
+    own, others = Ranks(1, asked, "policy"), Ranks(1, asked, "teacher")
+    policy, weights = client(own, ParallelSpec()), {"a": Path("of-a"), "b": Path("of-b"), "c": Path("of-b")}
+    policy.teacher = Teacher(client(others, ParallelSpec()), False, weights)
+    policy.teacher.load_model(Path("of-b"))
+    rows = tuple(WeightedSequence(group, 0, 4, 12, 0.0, 1.0) for group in range(3))
+    columns: dict[int, object] = {group: f"columns {group}" for group in range(3)}
+    for _ in range(2):
+        asked.clear()
+        policy.load_batch(TrainBatch((rows,), columns, sources=dict(enumerate("abc"))))
+        policy.add_logprobs("teacher_logprobs")
+        turn = ["teacher load_batch", "teacher export_logprobs"]
+        assert asked == ["policy load_batch", *turn, "teacher load_model", *turn, "policy import_logprobs"]
+        assert set(own.imported[0]) == {0, 1, 2}

@@ -171,6 +171,48 @@ def test_labels_are_learned_also_after_a_resume(run_here: Run, tiny_llama: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["megatron", pytest.param("dtensor", marks=pytest.mark.guard)])
+def test_each_source_of_texts_is_learned_from_its_teacher(
+    run_here: Run, tiny_llama: Path, tmp_path: Path, backend: str
+) -> None:
+    """Teachers take turns in the same processes; the first step has all rows of both sources."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    teachers, sources = {}, {"sums": ["one two three", "four five"], "words": ["a b c d", "e f", "g h i"]}
+    for seed, (name, rows) in enumerate(sources.items(), 5):
+        teachers[name] = write_tiny_family(tmp_path / f"teacher-{name}", seed=seed)
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    data = ", ".join(f"{{name: {tmp_path / name}.jsonl}}" for name in sources)
+    owners = ", ".join(
+        f"{{model: {teachers[name]}, sources: ['{tmp_path / name}.jsonl']}}" for name in sorted(sources, reverse=True)
+    )
+    run = tmp_path / "run"
+    done = run_here(
+        "train", "distill", "--model", str(tiny_llama), "--set", f"data.sources=[{data}]", "--set",
+        f"teacher.models=[{owners}]", *LAYOUT, "--lr", "1e-3", "--steps", "3", "--batch-size", "5",
+        "--backend", backend, "--set", "distillation.top_k=512", "--set", "training.dp=1", "--run-dir", str(run),
+        "--set", "run.checkpoint_every=2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines, part = lines_of(run), cut_after(2, run, tmp_path / "part")
+    done = run_here("train", "--resume", "--run-dir", str(part))
+    assert done.returncode == 0, done.stderr
+    assert [*map(without_timing, lines_of(part))] == [*map(without_timing, lines)]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    policy = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
+    divergences = []
+    for name, rows in sources.items():
+        teacher = AutoModelForCausalLM.from_pretrained(teachers[name], dtype=torch.float64)
+        for text in rows:
+            ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+            with torch.no_grad():
+                theirs, ours = (model(ids).logits[0, :-1].log_softmax(-1) for model in (teacher, policy))
+            divergences += (theirs.exp() * (theirs - ours)).sum(-1).tolist()
+    assert lines[0]["loss"] == pytest.approx(sum(divergences) / len(divergences), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["megatron", pytest.param("dtensor", marks=pytest.mark.guard)])
 def test_a_teacher_is_learned_from_on_texts(
     run_here: Run, tiny_llama: Path, tiny_llama_tied: Path, pairs: Path, tmp_path: Path, backend: str
 ) -> None:

@@ -14,7 +14,9 @@ from rlctl.config.user_code import UserCode
 from rlctl.errors import ConfigError, InputError
 from rlctl.methods.available import ALGORITHMS, METHODS, config_class, defaults_of, method_from_config
 from rlctl.methods.configuration import resolve
+from rlctl.methods.distill import DistillConfig
 from rlctl.methods.rl.algorithm import Algorithm
+from rlctl.methods.rl.distillation import DistillationRlConfig
 from rlctl.training.method import Method
 from rlctl.training.run_loss import RunLoss
 from rlctl.training.user_loss import UserLoss
@@ -137,3 +139,22 @@ def test_losses_have_the_keys_that_their_formulas_read() -> None:
     assert all(bounds <= KEYS[name] for name in ALGORITHMS if name not in ("sapo", "cispo", "dppo"))
     assert [name for name in METHODS if "level" in KEYS[name]] == ["sft", "distill"]
     assert KEYS["dpo"] == KEYS["kto"] == KEYS["rm"] == {"function", "params", "needs"}
+
+
+TWO = ({"model": "x", "sources": ["a"]}, {"model": "y", "sources": ["b"]})
+
+
+@pytest.mark.parametrize(
+    ("teacher", "sources", "reason"),
+    [
+        ({"models": TWO[:1]}, "ab", "no teacher has the data source b"),
+        ({"models": TWO}, "a", r"models\[1\].sources: data.sources has no 'b'"),
+        ({"models": [*TWO, {"model": "z", "sources": ["a"]}]}, "ab", r"models\[2\].sources: 'a' already belongs to"),
+        ({"models": TWO, "model": "z"}, "ab", "teacher.model names one teacher and teacher.models lists several"),
+        ({"models": TWO}, "", "teacher.models needs data.sources"),
+    ],
+)
+@pytest.mark.parametrize("config", [DistillationRlConfig, DistillConfig])
+def test_every_source_has_one_teacher(config: type, teacher: dict, sources: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        config.model_validate({"teacher": teacher, "data": {"sources": [{"name": name} for name in sources]}})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
@@ -192,28 +192,56 @@ class PolicyClient:
 @dataclass(frozen=True)
 class Teacher:
     """A frozen teacher, reference or reward model on the policy's devices, in host memory while others compute if
-    needed."""
+    needed. Several teachers of one architecture compute in turn in its processes."""
 
     policy: PolicyClient
     offload: bool
+    weights_of: Mapping[str, Path] = field(default_factory=dict)
+    """With several teachers: the weights of the teacher of each data source."""
     _busy: Lock = field(default_factory=Lock)
     """Validation and concurrent rollouts may call at once."""
+    _loaded: list[Path] = field(default_factory=list)
+    """The weights that its processes hold; empty while they change."""
 
     def load_model(self, directory: Path) -> None:
-        self.policy.load_model(directory)
+        self._load(directory)
         if self.offload:
             self.policy.sleep()
+
+    def _load(self, directory: Path) -> None:
+        self._loaded.clear()
+        self.policy.load_model(directory)
+        self._loaded.append(directory)
 
     def logprob_handles(self, batch: TrainBatch) -> dict[int, list[object]]:
         """Return the handles of its log-probs or scores of each group of a batch."""
         with self._busy:
             if self.offload:
                 self.policy.wake()
-            self.policy.load_batch(replace(batch, minibatches=batch.for_teacher or batch.minibatches))
-            exported = self.policy.export_logprobs()
+            exported: dict[int, list[object]] = {}
+            for part in self._turns(replace(batch, minibatches=batch.for_teacher or batch.minibatches)):
+                self.policy.load_batch(part)
+                exported |= self.policy.export_logprobs()
             if self.offload:
                 self.policy.sleep()
             return exported
+
+    def _turns(self, batch: TrainBatch) -> Iterator[TrainBatch]:
+        """Yield the part of the batch for each teacher, whose weights are then loaded; first the teacher that is."""
+        if not self.weights_of:
+            yield batch
+            return
+        positions = {text.position for minibatch in batch.minibatches for text in minibatch}
+        weights = {position: self.weights_of[batch.sources[position]] for position in positions}
+        for directory in sorted(set(weights.values()), key=lambda path: (path not in self._loaded, path)):
+            if directory not in self._loaded:
+                self._load(directory)
+            minibatches = tuple(
+                tuple(text for text in minibatch if weights[text.position] == directory)
+                for minibatch in batch.minibatches
+            )
+            columns = {place: handle for place, handle in batch.columns.items() if weights.get(place) == directory}
+            yield replace(batch, minibatches=minibatches, columns=columns)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -38,12 +37,8 @@ def source_settings(config: RlctlConfig) -> tuple[SourceSettings, ...]:
     shared_reward = rollouts.reward if (rollouts := config.rollout_settings) else RewardConfig()
     if not config.data.sources:
         return (SourceSettings("", 1.0, config.data, shared_reward),)
-    name_counts = Counter(source.name for source in config.data.sources)
-    seen: Counter[str] = Counter()
     settings, weighted = [], any(source.weight is not None for source in config.data.sources)
-    for source in config.data.sources:
-        seen[source.name] += 1
-        label = f"{source.name} #{seen[source.name]}" if name_counts[source.name] > 1 else source.name
+    for source, label in zip(config.data.sources, config.data.source_labels, strict=True):
         source_values = {key: value for key, value in source if key not in NOT_OF_DATA and value is not None}
         if not source.name.startswith(GYM_PREFIX):
             source_values.setdefault("params", {})  # `data.params` are for the tasks among the sources

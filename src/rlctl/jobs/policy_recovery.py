@@ -46,7 +46,9 @@ def load_teacher(job: Job, display: Display, policy: PolicyClient, teacher: Poli
     display.doing(f"loading the {teacher.group.name}")
     # In asynchronous runs a reward model scores rollouts while the policy trains, so it stays on the device.
     stays = job.config.samples_while_training and not job.config.named_teacher
-    policy.teacher = Teacher(teacher, job.offload and not stays)
+    teachers = zip(job.config.source_teachers, (job.teacher, *job.further_teachers), strict=False)
+    weights_of = {source: model.files.weights for named, model in teachers for source in named.sources}
+    policy.teacher = Teacher(teacher, job.offload and not stays, weights_of)
     policy.teacher.load_model(job.teacher.files.weights)
 
 

@@ -26,15 +26,22 @@ def converted(job: Job, display: Display) -> Job:
     """Return the job with converted models of policy and teacher, if the backend loads converted checkpoints.
 
     Raises MachineError if a model's directory may not exist on every node of the run."""
-    for files in (job.base_model, *([job.teacher.files] if job.teacher else [])):
+    for files in (
+        job.base_model,
+        *([job.teacher.files] if job.teacher else []),
+        *(t.files for t in job.further_teachers),
+    ):
         require_seen(files, job.plan.cluster.nodes)
     if job.converts and job.base_model.megatron is None:
         display.doing("preparing the converted model", own_bar=True)
         job = replace(job, base_model=prepared(job.base_model, job.dtype, job.plan.cluster.nodes, display.say))
     if job.converts and job.teacher is not None and job.config.named_teacher:
         display.doing("preparing the converted teacher", own_bar=True)
-        files = prepared(job.teacher.files, job.dtype, job.plan.cluster.nodes, display.say)
-        job = replace(job, teacher=replace(job.teacher, files=files))
+        first, *further = (
+            replace(teacher, files=prepared(teacher.files, job.dtype, job.plan.cluster.nodes, display.say))
+            for teacher in (job.teacher, *job.further_teachers)
+        )
+        job = replace(job, teacher=first, further_teachers=tuple(further))
     return job
 
 

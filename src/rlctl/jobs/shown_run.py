@@ -138,6 +138,7 @@ def about(job: Job) -> list[str]:
         *(environment.describe() if environment else []),
         *(job.rewards.describe() if job.rewards else [f"reward: {environment.plan.label if environment else 'none'}"]),
         *([f"teacher: {job.teacher.files.label}"] if job.teacher is not None and job.config.named_teacher else []),
+        *(f"teacher: {teacher.files.label}" for teacher in job.further_teachers),
         *_other_backend(job.plan),
         *([job.validation.describe(job.config)] if job.validation else []),
         *(f"note: {note}" for note in (job.base_model.note, job.prompts.encoder.note, *job.notes) if note),

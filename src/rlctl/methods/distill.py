@@ -33,7 +33,7 @@ from rlctl.config.section import NonNegativeNumber
 from rlctl.data.rollouts import CHUNK
 from rlctl.methods.rl.distillation import OF_TOP, TopTokens, of_top, top_kl
 from rlctl.methods.sft import Sft, SftConfig
-from rlctl.settings.other_models import TextTeacherConfig
+from rlctl.settings.other_models import SourceTeacher, TextTeacherConfig, first_of, require_one_owner
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
@@ -62,11 +62,24 @@ class DistillConfig(SftConfig):
 
     @property
     def named_teacher(self) -> TextTeacherConfig | None:
-        return self.teacher if self.teacher.model else None
+        return first_of(self.teacher)
+
+    @property
+    def source_teachers(self) -> tuple[SourceTeacher, ...]:
+        return self.teacher.models
 
     @property
     def teacher_has_tokenizer(self) -> bool:
         return self.teacher.own_tokenizer
+
+    @model_validator(mode="after")
+    def validate_one_teacher_of_each_source(self) -> DistillConfig:
+        require_one_owner(self.teacher, self.data.source_labels)
+        if self.teacher.models and self.teacher.own_tokenizer:
+            raise ValueError("teacher.own_tokenizer does not go with teacher.models: all read the policy's tokens")
+        if self.teacher.models and self.validation.wanted:
+            raise ValueError("validation does not go with teacher.models: held-out texts belong to no teacher")
+        return self
 
     @model_validator(mode="after")
     def validate_projected_distribution(self) -> DistillConfig:

@@ -98,6 +98,7 @@ class TextMethod(Method):
         parts = [part for part in np.array_split(np.arange(len(groups)), optimizer_steps) if len(part)]
         minibatches = [self._minibatch(groups[part[0] : part[-1] + 1]) for part in parts]
         batch = without_idle(minibatches, {group.position: group.columns for group in groups}, needs_advantage=False)
+        batch = replace(batch, sources={group.position: group.row.source for group in groups})
         teacher_texts = {group.position: group for group in groups if group.for_teacher is not None}
         if not teacher_texts:
             return batch

@@ -406,6 +406,7 @@ def plan_from_config(
     request = Request(
         facts, cluster, workload, pins, constants, precision, adapters, engine, grouped, gradient_bytes,
         moment_bytes(config.optimizer.passed), teacher, "teacher" if config.named_teacher else "reward_model",
+        teachers=len(config.source_teachers) or 1,
         muon_steps=config.optimizer.muon_steps if config.optimizer.optimizer == "muon" else 0,
         own_layers=unfused and not cluster.is_cpu,
         saves=config.run.save_final or config.run.checkpoint_every != 0,

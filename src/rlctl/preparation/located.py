@@ -9,7 +9,13 @@ from rlctl.config.load import Resolved
 from rlctl.models.facts import ModelFacts
 from rlctl.preparation.cpu_format import format_notes, with_cpu_format
 from rlctl.preparation.named import Named
-from rlctl.preparation.open_model import open_model, open_teacher, published_facts, published_teacher
+from rlctl.preparation.open_model import (
+    open_further_teachers,
+    open_model,
+    open_teacher,
+    published_facts,
+    published_teacher,
+)
 
 ASSUMED_GPU = "h100"
 """The GPU type of a dry run if the configuration requests GPUs and this machine has none."""
@@ -30,6 +36,7 @@ def locate(named_run: Named, tell: Tell, *, assume: str | None) -> Located:
     """Read the facts from the models' configurations. Raises InputError for a model that is neither on this machine nor
     on the hub."""
     teacher = open_teacher(named_run.config, weights=False)
+    open_further_teachers(named_run.config, teacher, weights=False)
     facts = open_model(named_run.config.model, weights=False).facts
     resolved = _with_format(named_run.resolved, facts, tell, assume)
     return Located(resolved, named_run.method, facts, teacher.facts if teacher else None, assume)

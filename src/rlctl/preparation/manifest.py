@@ -52,6 +52,7 @@ def manifest_of(job: Job) -> dict[str, Any]:
             "note": job.base_model.note,
         },
         "teacher": job.teacher.files.fingerprint() if job.teacher and job.config.named_teacher else None,
+        "further_teachers": [teacher.files.fingerprint() for teacher in job.further_teachers],
         "data": job.prompts.fingerprint(),
         "rewards": [reward_digest(name) for name in job.rewards.scorers] if job.rewards else [],
         "environment": job.prompts.environment.manifest() if job.prompts.environment else None,
@@ -95,6 +96,8 @@ def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
     if stored.get("teacher") != manifest["teacher"]:
         teacher_name = job.config.named_teacher.model if job.config.named_teacher else "(none)"
         lines.append(f"{teacher_name} is not the teacher that the run began with")
+    if stored.get("further_teachers", []) != manifest["further_teachers"]:
+        lines.append("the models of teacher.models are not the ones that the run began with")
     return lines
 
 

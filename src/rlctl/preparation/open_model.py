@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from rlctl.preparation.laptop_vision import supply_vision
 from rlctl.rewards.reward_model_scorer import reward_model
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import ModelConfig
+from rlctl.settings.other_models import SourceTeacher, TeacherConfig
 
 WHOLE = "; no image tokens are counted. Data with images, or --set model.images=true, trains all of it"
 
@@ -184,7 +185,14 @@ def published_teacher(config: RlctlConfig, tell: Tell = lambda _: None) -> Model
     teacher = config.named_teacher
     if teacher is None:
         return None
-    return published_facts(ModelConfig(name=teacher.model, revision=teacher.revision, images=config.model.images), tell)
+
+    def facts_of(named: TeacherConfig | SourceTeacher) -> ModelFacts:
+        return published_facts(ModelConfig(name=named.model, revision=named.revision, images=config.model.images), tell)
+
+    first = facts_of(teacher)
+    for number, other in enumerate(config.source_teachers[1:], 1):
+        _require_same_architecture(first, facts_of(other), f"teacher.models[{number}].model", other.model)
+    return first
 
 
 def open_teacher(
@@ -194,6 +202,37 @@ def open_teacher(
     the teacher's context is shorter than `model.max_length`."""
     if (teacher := config.named_teacher) is None:
         return open_scorer(config, weights=weights)
+    key = "teacher.models[0].model" if config.source_teachers else "teacher.model"
+    return _open_teacher(config, teacher, key, tell, weights=weights, copies=copies)
+
+
+def open_further_teachers(
+    config: RlctlConfig, first: NamedModel | None, tell: Tell = lambda _: None, *, weights: bool = True,
+    copies: bool = True,
+) -> tuple[NamedModel, ...]:  # fmt: skip
+    """Find or fetch the teachers behind the first of several. Raises InputError for one of another architecture."""
+    models = []
+    for number, teacher in enumerate(config.source_teachers[1:], 1):
+        key = f"teacher.models[{number}].model"
+        model = _open_teacher(config, teacher, key, tell, weights=weights, copies=copies)
+        assert first is not None  # `open_teacher` has opened the first of them
+        _require_same_architecture(first.facts, model.facts, key, teacher.model)
+        models.append(model)
+    return tuple(models)
+
+
+def _require_same_architecture(first: ModelFacts, other: ModelFacts, key: str, name: str) -> None:
+    if different := [item.name for item in fields(first) if getattr(first, item.name) != getattr(other, item.name)]:
+        raise InputError(
+            f"{key}: {name} has another architecture than teacher.models[0].model ({', '.join(different)}). "
+            "Teachers take turns in the same processes.",
+            "Name teachers of one architecture.",
+        )
+
+
+def _open_teacher(
+    config: RlctlConfig, teacher: TeacherConfig | SourceTeacher, key: str, tell: Tell, *, weights: bool, copies: bool
+) -> NamedModel:
     teacher_model = ModelConfig(
         name=teacher.model,
         revision=teacher.revision,
@@ -203,7 +242,7 @@ def open_teacher(
     try:
         model = open_model(teacher_model, tell, weights=weights, copies=copies)
     except InputError as error:
-        raise InputError(f"teacher.model: {error.message}", error.hint) from error
+        raise InputError(f"{key}: {error.message}", error.hint) from error
     if (length := config.model.max_length) and length > model.facts.max_length:
         raise InputError(
             f"--max-length {length} is more than the {model.facts.max_length} tokens that the teacher "

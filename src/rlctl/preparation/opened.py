@@ -16,7 +16,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.preparation.lengths import fitting_length, repeated_rows, steps_of_epochs, tell_of_little_room
 from rlctl.preparation.located import Located
 from rlctl.preparation.named import CLOCK, TIME
-from rlctl.preparation.open_model import NamedModel, open_model, open_teacher
+from rlctl.preparation.open_model import NamedModel, open_further_teachers, open_model, open_teacher
 from rlctl.preparation.planned import Planned
 from rlctl.preparation.step_plan import is_scored
 from rlctl.preparation.teacher_tokens import projection_to, require_same_tokens
@@ -50,6 +50,8 @@ class Opened(Located):
     """Lengths of the run's first prompts."""
     notes: tuple[str, ...] = ()
     """Notes about rows of the data."""
+    further_teachers: tuple[NamedModel, ...] = ()
+    """The teachers behind the first, `teacher`, of several."""
 
 
 def open_run(planned: Planned, tell: Tell, *, copies: bool, completion: str | None) -> Opened:
@@ -60,6 +62,7 @@ def open_run(planned: Planned, tell: Tell, *, copies: bool, completion: str | No
     """
     config, method = planned.config, planned.method
     model, teacher = open_model(config.model, tell, copies=copies), open_teacher(config, tell, copies=copies)
+    further = open_further_teachers(config, teacher, tell, copies=copies)
     directory = model.files.directory
     if isinstance(method, Refuses):
         method.refuse_model(directory)
@@ -68,7 +71,8 @@ def open_run(planned: Planned, tell: Tell, *, copies: bool, completion: str | No
     prompts = method.open_data(directory)
     steps_of_epochs(planned.resolved, prompts)
     if teacher and config.named_teacher and not config.teacher_has_tokenizer:
-        require_same_tokens(config, prompts.encoder.tokenizer, teacher)
+        for named, model_name in zip((teacher, *further), _teacher_names(config), strict=True):
+            require_same_tokens(config, prompts.encoder.tokenizer, named, model_name)
     with bounded_wait():  # the trial of the rewards runs in processes with time limits
         rewards = _tried_rewards(config, method, prompts, completion)
         validation = method.open_validation(prompts, directory)
@@ -86,7 +90,13 @@ def open_run(planned: Planned, tell: Tell, *, copies: bool, completion: str | No
     return Opened(
         resolved, method, model.facts, planned.teacher_facts, planned.assume, model.files, prompts, rewards,
         validation, teacher, projection, tuple(prompt_tokens), (*prompts.notes(), *repeated_rows(config, prompts)),
+        further,
     )  # fmt: skip
+
+
+def _teacher_names(config: RlctlConfig) -> list[str]:
+    named = config.source_teachers or (config.named_teacher,)
+    return [str(teacher.model) for teacher in named if teacher is not None]
 
 
 def _decided_by_data(

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase, teacher: NamedModel) -> None:
+def require_same_tokens(
+    config: RlctlConfig, tokenizer: PreTrainedTokenizerBase, teacher: NamedModel, name: str
+) -> None:
     """Raise InputError unless policy and teacher have the same vocabulary and special tokens. Their end-of-turn tokens
     may differ, for example between a base model and its instruct version."""
     theirs = load_tokenizer(teacher.files.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
@@ -29,7 +31,7 @@ def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase,
         difference = (f"{different:,} tokens of their vocabularies differ" if different else
                 f"the special tokens differ ({', '.join(map(str, sorted(special)[:5]))})")  # fmt: skip
         raise InputError(
-            f"The teacher {model.model} does not read the tokens of {config.model.name}: {difference}.",
+            f"The teacher {name} does not read the tokens of {config.model.name}: {difference}.",
             f"A teacher needs the policy's tokenizer: choose one of the same family.{model.other_tokenizer_hint}",
         )
 

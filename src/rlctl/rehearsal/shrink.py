@@ -126,6 +126,7 @@ def small_values(config: RlctlConfig, plan: Plan, stand_ins: StandIns) -> dict[s
     }  # fmt: skip
     if stand_ins.teacher is not None and config.named_teacher:
         values |= {"teacher.model": str(stand_ins.teacher), "teacher.revision": None}
+        values |= {"teacher.models": ()} if config.source_teachers else {}  # all have one architecture: one stand-in
     if not stand_ins.keeps_tokenizer:
         values |= {"model.tokenizer": None, "generation.stop_token_ids": ()}
     if config.validation.every:

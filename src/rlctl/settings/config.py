@@ -16,7 +16,7 @@ from rlctl.config.section import Section, changed
 from rlctl.config.user_code import MODEL
 from rlctl.settings.data import DataConfig, ModelConfig
 from rlctl.settings.generation import FilterConfig, GenerationConfig, RefitConfig, RolloutsConfig, VllmConfig
-from rlctl.settings.other_models import RewardModelConfig, TeacherConfig
+from rlctl.settings.other_models import RewardModelConfig, SourceTeacher, TeacherConfig, first_of, require_one_owner
 from rlctl.settings.rewards import OBSERVED_TOKENS, EnvironmentConfig, RewardConfig
 from rlctl.settings.run import (
     VALIDATION_PREFIX,
@@ -106,8 +106,13 @@ class RlctlConfig(Section):
 
     @property
     def named_teacher(self) -> TeacherConfig | None:
-        """The teacher; None where none is named."""
+        """The teacher, or the first of several; None where none is named."""
         return None
+
+    @property
+    def source_teachers(self) -> tuple[SourceTeacher, ...]:
+        """The teachers of a run with several, each for some data sources; empty: there is one or none."""
+        return ()
 
     @property
     def teacher_has_tokenizer(self) -> bool:
@@ -258,7 +263,11 @@ class RolloutConfig(EngineConfig):
 
     @property
     def named_teacher(self) -> TeacherConfig | None:
-        return self.teacher if self.teacher.model else None
+        return first_of(self.teacher)
+
+    @property
+    def source_teachers(self) -> tuple[SourceTeacher, ...]:
+        return self.teacher.models
 
     @property
     def reward_models(self) -> tuple[str, ...]:
@@ -292,6 +301,11 @@ class RolloutConfig(EngineConfig):
         """The mean number of tokens after a prompt that the planner assumes; episodes take half of their turns."""
         mean = super().mean_new_tokens
         return (self.environment.turns + 1) / 2 * (mean + OBSERVED_TOKENS) if self.environment.wanted else mean
+
+    @model_validator(mode="after")
+    def validate_one_teacher_of_each_source(self) -> RolloutConfig:
+        require_one_owner(self.teacher, self.data.source_labels)
+        return self
 
     @model_validator(mode="after")
     def validate_prompts_that_are_cut(self) -> RolloutConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -142,6 +143,16 @@ class DataConfig(Section):
     """Field with the difficulty of a row (a higher number is harder), or `field.key` for a nested value."""
     size: Positive | None = None
     """Number of prompts to generate (reasoning-gym) or to keep (files and datasets)."""
+
+    @property
+    def source_labels(self) -> tuple[str, ...]:
+        """The names of `sources`, with a number where several have the same name."""
+        counts, seen = Counter(source.name for source in self.sources), Counter[str]()
+        labels = []
+        for source in self.sources:
+            seen[source.name] += 1
+            labels.append(f"{source.name} #{seen[source.name]}" if counts[source.name] > 1 else source.name)
+        return tuple(labels)
 
     @model_validator(mode="after")
     def validate_one_source_or_a_list(self) -> DataConfig:

@@ -93,6 +93,8 @@ class TrainBatch:
     """Sequences without a gradient, which are in no mini-batch but were counted in the weights of the others."""
     for_teacher: tuple[tuple[WeightedSequence, ...], ...] = ()
     """The texts in a teacher's own tokenization; empty: `minibatches`."""
+    sources: Mapping[int, str] = field(default_factory=dict)
+    """Label of the data source of each group; empty for data without several sources."""
     estimate: AdvantageEstimate | None = None
     """Computes the advantages of tokens on the ranks before training; None: a rollout's tokens all have its
     advantage."""

@@ -254,9 +254,10 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
     spans = [slice(int(part[0]), int(part[-1]) + 1) for part in parts]
     minibatches = [_minibatch(rollouts[span], advantages_N[span], imitated_N[span], algorithm) for span in spans]
     columns = {group.position: group.columns for group in kept}
-    if not algorithm.skips_idle:
-        return TrainBatch(tuple(minibatches), columns)
-    return without_idle(minibatches, columns, needs_advantage=not algorithm.learns_without_advantage)
+    batch = TrainBatch(tuple(minibatches), columns)
+    if algorithm.skips_idle:
+        batch = without_idle(minibatches, columns, needs_advantage=not algorithm.learns_without_advantage)
+    return replace(batch, sources={group.position: group.prompt.source for group in kept})
 
 
 def _minibatch(

@@ -233,6 +233,8 @@ class Request:
     """A model that is not trained and computes on the policy's devices: a teacher, or a reward model."""
     role: Literal["teacher", "reward_model"] = "teacher"
     """The section of that model's layout."""
+    teachers: int = 1
+    """Teachers of one architecture, which compute in turn in the same processes."""
     backend: str = "megatron"
     """The backend that trains, also where none is pinned."""
     saves: bool = True

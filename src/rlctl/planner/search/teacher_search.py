@@ -15,7 +15,7 @@ from rlctl.models.constraints import fsdp_problems, policy_problems
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
-from rlctl.planner.costs.parameters import stages
+from rlctl.planner.costs.parameters import count, stages
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Request
 from rlctl.planner.search.policy_search import Reject, TeacherPlan, TrainingCandidate, powers
@@ -93,6 +93,11 @@ def _choices(request: Request, devices: int, row_tokens: int) -> Iterator[Traini
         )
 
 
+def swap_seconds(request: Request) -> float:
+    """Return the seconds in which the processes of a teacher read the weights of another one from disk."""
+    return count(request.facts).total * (4 if request.cluster.is_cpu else 2) / request.constants.disk_bytes_per_s
+
+
 def _costed(request: Request, choice: TrainingChoice) -> TeacherPlan:
     cluster, facts = request.cluster, request.facts
     own = {"runtime": mem.runtime_bytes(request, choice, trains=False)}
@@ -110,4 +115,6 @@ def _costed(request: Request, choice: TrainingChoice) -> TeacherPlan:
     elif not cluster.is_cpu:
         asleep = whole["runtime"] + CONTEXT_BYTES
         seconds += 2 * weights / (cluster.device.host_link * request.constants.pinned_copy)
+    # The last teacher of a step is the first of the next one.
+    seconds += (request.teachers - 1) * swap_seconds(request)
     return TeacherPlan(facts, choice, mem.PhaseMemory(kept), asleep, seconds, request.role)

@@ -13,6 +13,7 @@ from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Plan
 from rlctl.planner.search.policy_search import TeacherPlan
+from rlctl.planner.search.teacher_search import swap_seconds
 
 
 def explain(plan: Plan) -> str:
@@ -98,6 +99,8 @@ def _teacher(request: Request, teacher: TeacherPlan) -> list[str]:
     number, tokens = timing.micro_batches(request, t)
     milliseconds = 1e3 * timing.forward_time(request, t, tokens).total
     moved = "" if request.cluster.is_cpu else ", and its weights from host memory and back"
+    if swaps := request.teachers - 1:
+        moved += f", and {swaps} x {swap_seconds(request):.2f} s to read another teacher's weights"
     return [
         f"{count(teacher.facts).total / 1e9:.3f}B parameters as {t.parallel.name()}: weights {weights / GIB:.2f} "
         "GiB a rank, no gradients and no optimizer",

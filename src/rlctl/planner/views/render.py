@@ -133,6 +133,8 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
     if teacher is not None:
         where = "next to the policy; " if not cluster.is_cpu else ""
         layout = f"{teacher.choice.parallel.name()}, {teacher.choice.precision}"
+        if (several := plan.request.teachers) > 1:
+            layout += f", {several} teachers in turn, one in memory"
         summary = f"{_size(teacher.facts)} parameters, {layout}, {where}{teacher.seconds:.1f} s a step"
         lines += wrapped(summary, f"  {'scores' if teacher.choice.valued else 'teacher':<12}", INDENT)
     if generation is not None:
