@@ -65,7 +65,7 @@ class Algorithm(RolloutMethod):
             old &= config.penalty_in_reward or config.loss.sequence_mask is not None or self.needs_old_logprobs
         old = old or config.whitens_penalties or (config.has_critic and config.penalty_in_reward)
         columns: dict[LogprobColumn, bool] = {"old_logprobs": old, "reference_logprobs": penalty,
-                                              "teacher_logprobs": config.teacher.model is not None}  # fmt: skip
+                                              "teacher_logprobs": config.named_teacher is not None}  # fmt: skip
         return frozenset(column for column, needed in columns.items() if needed)
 
     @property
