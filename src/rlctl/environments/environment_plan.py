@@ -12,7 +12,7 @@ from rlctl.config.plugins import load_named, plugin_names
 from rlctl.config.user_code import UserCode, is_reference
 from rlctl.environments.adapters import ADAPTERS
 from rlctl.environments.builtin import BUILT_IN
-from rlctl.environments.interface import Environment
+from rlctl.environments.interface import Agent, Environment
 from rlctl.environments.tools import schema_of
 from rlctl.errors import InputError, suggest
 from rlctl.processes.child import shell_variables
@@ -57,7 +57,7 @@ class EnvironmentPlan:
             return Environment
         # `plan_environment` checked the name.
         kind = self.code.load() if self.code is not None else load_named("rlctl.environments", self.name, SHIPPED)
-        if not inspect.isclass(kind) or not callable(getattr(kind, "reset", None)):
+        if not inspect.isclass(kind) or not (issubclass(kind, Agent) or callable(getattr(kind, "reset", None))):
             raise InputError(
                 f"Environment {self.label!r} is not a class with a method `reset`.",
                 "The form of an environment is in docs/environments.md.",
@@ -70,8 +70,9 @@ class LoadedEnvironment:
 
     def __init__(self, plan: EnvironmentPlan, kind: type, functions: dict[str, Callable[..., Any]]) -> None:
         self.plan, self.kind, self.functions = plan, kind, functions
-        methods = list(getattr(kind, "tools", ()))
-        self.steps = kind is not Environment and getattr(kind, "step", None) not in (None, Environment.step)
+        runs = issubclass(kind, Agent)
+        methods = [] if runs else list(getattr(kind, "tools", ()))
+        self.steps = runs or (kind is not Environment and getattr(kind, "step", None) not in (None, Environment.step))
         if not self.steps and not methods and kind is not Environment:
             methods = [n for n, f in inspect.getmembers(kind, callable) if not n.startswith("_") and n not in NOT_TOOLS]
         if missing := [name for name in methods if not callable(getattr(kind, name, None))]:

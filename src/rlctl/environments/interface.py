@@ -32,6 +32,7 @@ or written differently:
   episode. A class that has neither `step` nor `tools` offers all its public methods.
 - `get_reward(self)`, optional, is called at the end; its value is added to the rewards of the steps.
 - `Step.ask` says all that the model is to read next, where an environment decides on the whole conversation.
+- A class derived from `Agent` has `run` instead: it asks the model over HTTP, as programs do.
 - `close(self)` ends the episode; it is called also where that failed.
 - `prepare(cls, **params)`, a class method, does once what all episodes need, such as reading an index: the processes of
   episodes are forked from the one that called it. A text that it returns is shown before the run.
@@ -90,6 +91,35 @@ class Step:
     """Further numbers of the turn; the episode's are their sums, and a run shows their means."""
     ask: Ask | None = None
     """The model's next conversation, in place of `messages`; `reset` may return it too."""
+
+
+MODEL = "policy"
+"""The name of the model for clients."""
+
+
+@dataclass(frozen=True)
+class ModelAddress:
+    """Where an episode's clients find the model."""
+
+    url: str
+    """URL of the server with the episode's key, without `/v1`."""
+    key: str = field(repr=False)
+    """The episode's API key. It ends with the episode."""
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that OpenAI's and Anthropic's clients read."""
+        return {
+            "OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_KEY": self.key, "OPENAI_MODEL": MODEL,
+            "ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": self.key, "ANTHROPIC_MODEL": MODEL,
+        }  # fmt: skip
+
+
+class Agent:
+    """The base class of environments that ask the model over HTTP, with any client."""
+
+    async def run(self, row: Mapping[str, Any], seed: int, model: ModelAddress) -> Mapping[str, Any]:
+        """Play an episode to its end. Return `reward`, and `reward_components` or other numbers as metrics."""
+        raise NotImplementedError
 
 
 class Environment:

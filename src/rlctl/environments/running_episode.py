@@ -17,7 +17,7 @@ from rlctl.data.prompt_records import checked_messages
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import REWARD_PART
 from rlctl.environments.environment_plan import LoadedEnvironment
-from rlctl.environments.interface import Ask, Message, Step, is_cut
+from rlctl.environments.interface import Agent, Ask, Message, ModelAddress, Step, is_cut
 from rlctl.environments.tool_results import Content, content_of, joined
 from rlctl.environments.tools import Call, read_calls, refusal, typed
 from rlctl.errors import InputError, first_line
@@ -34,6 +34,8 @@ class Reply(Step):
     """Tool calls that were made."""
     broken: int = 0
     """Tool calls that were unreadable or refused."""
+    runs: bool = False
+    """Whether the environment asks the model itself, in `RunningEpisode.run`."""
 
 
 class RunningEpisode:
@@ -59,6 +61,9 @@ class RunningEpisode:
         columns = {**row.fields, "prompt": shown_prompt(row.prompt), "answer": row.answer}
         if row.images:
             columns[IMAGES] = [image.rgb() for image in row.images]
+        if isinstance(self._environment, Agent):
+            self._row, self._seed = columns, seed
+            return Reply(runs=True)
         parameters = inspect.signature(self._environment.reset).parameters
         if {"seed", "options"} <= parameters.keys():  # as Gymnasium calls it
             result = await _called(self._environment.reset, seed=seed, options=columns)
@@ -67,6 +72,13 @@ class RunningEpisode:
         else:
             result = await _called(self._environment.reset, columns, *([seed] if len(parameters) > 1 else []))
         return self._reply(_first_step(result))
+
+    async def run(self, model: ModelAddress) -> Reply:
+        """Have an `Agent` ask the model until it ends."""
+        result = await self._environment.run(self._row, self._seed, model)
+        parts = {f"{REWARD_PART}{name}": part for name, part in (result.get("reward_components") or {}).items()}
+        numbers = {name: value for name, value in result.items() if isinstance(value, int | float) and name != "reward"}
+        return Reply(reward=_number(result["reward"], "the reward"), done=True, metrics=_numbers({**numbers, **parts}))
 
     async def step(self, message: Message) -> Reply:
         text: str = message["content"]
@@ -125,7 +137,7 @@ class RunningEpisode:
 
     def _reply(self, step: Step) -> Reply:
         stop = self._stop if step.stop is None else _stops(step.stop)
-        self._ask = step.ask and _checked(step.ask)
+        self._ask = step.ask and checked_ask(step.ask)
         reward = 0.0 if step.reward is None else _number(step.reward, "the reward")  # SkyRL-gym's steps without one
         numbers = _numbers(step.metrics)
         return Reply(_messages(step.messages), reward, bool(step.done), stop, numbers, self._ask)
@@ -234,7 +246,8 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     return tuple(json.loads(text.encode(errors="replace")))
 
 
-def _checked(ask: Ask) -> Ask:
+def checked_ask(ask: Ask) -> Ask:
+    """Return a conversation as plain data. Raises ValueError, TypeError or InputError for one that no engine takes."""
     numbers = {"max_tokens": [ask.max_tokens or 1], "stop_token_ids": ask.stop_token_ids, "tokens": ask.tokens or [0]}
     for name, values in numbers.items():
         if not all(isinstance(value, int) and value >= (name == "max_tokens") for value in values):

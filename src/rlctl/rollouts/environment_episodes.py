@@ -16,18 +16,18 @@ from typing import Any
 
 from rlctl.backends.messages import GroupRequest
 from rlctl.data.chat import EncodedPrompt, PromptEncoder
-from rlctl.data.image_rows import IN_TEXT
-from rlctl.data.image_sources import IMAGES, MARK
+from rlctl.data.image_sources import IMAGES
 from rlctl.data.prompt_rows import TOOLS, PromptRow
 from rlctl.data.rollouts import LENGTH, MediaPart, Turn
 from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.environments.environment_plan import EnvironmentPlan, plan_environment
 from rlctl.environments.interface import Ask, Message, is_cut
 from rlctl.environments.process import EnvironmentHost, EpisodeFailedError, Session
-from rlctl.environments.running_episode import Reply, RunningEpisode, readable_calls
+from rlctl.environments.running_episode import Reply, RunningEpisode, checked_ask, readable_calls
 from rlctl.environments.tools import INSTRUCTIONS, format_of, listed, without_call
 from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rollouts.episodes import Episode, one_turn
+from rlctl.rollouts.gateway_episodes import FirstQuestion, ModelTurns, turns_of
 from rlctl.rollouts.source import sample_seed
 from rlctl.rollouts.turn_faults import BITS, THINK, JudgedTurn, episode_faults, faults_of
 from rlctl.settings.config import RolloutConfig
@@ -84,6 +84,8 @@ class EnvironmentEpisodes:
         session = host.begin()
         schemas_of_tools, note = await session.ask(RunningEpisode.schemas, timeout_s=limits.turn_timeout_s)
         reply = await session.ask(RunningEpisode.reset, row, episode_seed(seed, 0), timeout_s=limits.turn_timeout_s)
+        if reply.runs:
+            reply = await _first_question(session, limits, encoder, row)
         schemas = dict(schemas_of_tools)
         if reply.ask is not None:
             schemas |= {tool["function"]["name"]: dict(tool) for tool in reply.ask.tools}
@@ -191,6 +193,13 @@ class EnvironmentEpisodes:
                 result.append({**message, "role": "user"})
         return result
 
+    def judged(self, text: str, read: Sequence[int], *, called: bool, broken: bool) -> JudgedTurn:
+        """Judge a turn of the model, behind the tokens `read`."""
+        opened = self.turns.text_of(read[-OPENING_TOKENS:]).rstrip().endswith(THINK)
+        faults = faults_of(text, opened=opened, called=called, broken=broken)
+        spoken = without_call(text, self.plan.form) if called else text
+        return JudgedTurn(text, spoken, opened, called, faults)
+
     def manifest(self) -> dict[str, Any]:
         code = [part.fingerprint for part in (self.plan.code, *self.plan.tools) if part is not None]
         return {"name": self.plan.name, "params": self.plan.params, "code": code}
@@ -212,7 +221,10 @@ class EpisodePlayer:
     """Plays the episodes of one engine."""
 
     def __init__(self, play: EnvironmentEpisodes, host: EnvironmentHost) -> None:
+        from rlctl.environments.gateway.server import Gateway  # aiohttp is with the engines
+
         self._play, self._host, self._limits = play, host, play.limits
+        self._gateway = Gateway(play.limits.listen)
 
     async def __call__(self, episode: Episode) -> None:
         """Play an episode to its end; record environment failures in it. Requests of refit checks have no row."""
@@ -249,6 +261,9 @@ class EpisodePlayer:
         reply = await session.ask(
             RunningEpisode.reset, episode.row, episode.request.seed, timeout_s=limits.turn_timeout_s
         )
+        if reply.runs:
+            await self._run(episode, session)
+            return
         prompt, messages = play.beginning(episode.request.messages, reply, episode.row)
         ids = list(prompt.tokens)
         if reply.ask is not None and reply.ask.tokens:
@@ -256,7 +271,7 @@ class EpisodePlayer:
         if len(ids) >= play.max_length:
             raise EpisodeFailedError(f"the prompt has {len(ids)} tokens of at most {play.max_length}")
         episode.read(ids, prompt.media)
-        episode.transcript += _turns_of(messages, len(ids))
+        episode.transcript += turns_of(messages, len(ids))
         story = _Story(ids)
         reason, calls, broken = None, 0, 0
         while reason is None:
@@ -272,6 +287,34 @@ class EpisodePlayer:
         last = await session.ask(RunningEpisode.close, timeout_s=limits.turn_timeout_s)
         episode.rewarded(last.reward)
         episode.count(last.metrics)
+        if self._loses_its_reward(episode):
+            episode.count({"no_reward": 1.0})
+            episode.rewards = [0.0] * len(episode.rewards)
+
+    async def _run(self, episode: Episode, session: Session) -> None:
+        """Have the episode's program ask the model until it ends."""
+        limits, turns = self._limits, ModelTurns(self._play, episode)
+        address = await self._gateway.open(turns)
+        run = asyncio.ensure_future(session.ask(RunningEpisode.run, address, timeout_s=limits.timeout_s + PAUSE_S))
+        try:
+            while not (await asyncio.wait([run], timeout=min(PAUSE_S, limits.turn_timeout_s)))[0]:
+                if turns.idle_s() > limits.turn_timeout_s:
+                    raise EpisodeFailedError(f"run asked nothing for {limits.turn_timeout_s:g} s")
+            reply = run.result()
+        except EpisodeFailedError:
+            if turns.refusal is None:
+                raise
+            reply = Reply()  # the program failed because its request was refused
+        finally:
+            run.cancel()
+            self._gateway.end(address)
+            await turns.close()
+        if not episode.answers:
+            raise EpisodeFailedError("its program asked the model nothing")
+        reason = LENGTH if episode.answers[-1][1].stop_reason == LENGTH else "done"
+        episode.stop_reason = episode.stop_reason or turns.refusal or reason
+        episode.rewarded(reply.reward)
+        episode.count(reply.metrics)
         if self._loses_its_reward(episode):
             episode.count({"no_reward": 1.0})
             episode.rewards = [0.0] * len(episode.rewards)
@@ -308,7 +351,7 @@ class EpisodePlayer:
                 tokens = tokens[len(context) :]
                 media = tuple(replace(p, start=p.start - len(context)) for p in media if p.start >= len(context))
             story.prompt, story.turns = [*([] if anew else context), *tokens], []
-        episode.transcript += _turns_of(messages, len(tokens))
+        episode.transcript += turns_of(messages, len(tokens))
         if (0 if anew else len(context)) + len(tokens) >= self._play.max_length:
             return False
         episode.read(tokens, media, anew=anew)
@@ -339,15 +382,13 @@ class EpisodePlayer:
         }  # fmt: skip
         reply = await session.ask(RunningEpisode.step, message, timeout_s=self._limits.turn_timeout_s)
         episode.rewarded(reply.reward)
-        opened = self._play.turns.text_of(read[-OPENING_TOKENS:]).rstrip().endswith(THINK)
         form, cut = self._play.plan.form, is_cut(message)
         called = reply.calls > 0 or bool(request.tools and readable_calls(text, form, request.tools, cut=cut))
-        faults = faults_of(text, opened=opened, called=called, broken=reply.broken > 0)
-        spoken = without_call(text, form) if called else text
-        episode.said.append(JudgedTurn(text, spoken, opened, called, faults))
-        if faults:
-            episode.faults[len(episode.answers) - 1] = sum(BITS[name] for name in faults)
-            episode.count(dict.fromkeys(faults, 1.0))
+        judged = self._play.judged(text, read, called=called, broken=reply.broken > 0)
+        episode.said.append(judged)
+        if judged.faults:
+            episode.faults[len(episode.answers) - 1] = sum(BITS[name] for name in judged.faults)
+            episode.count(dict.fromkeys(judged.faults, 1.0))
         return reply
 
     def _reason(self, episode: Episode, reply: Reply, calls: int, broken: int) -> str | None:
@@ -366,6 +407,7 @@ class EpisodePlayer:
         return next((reason for reason, reached in over.items() if reached), None)
 
     def close(self) -> None:
+        self._gateway.close()
         self._host.close()
 
 
@@ -377,11 +419,24 @@ class _Story:
     turns: list[tuple[list[int], list[int]]] = field(default_factory=list)
 
 
-def _turns_of(messages: Sequence[Message], tokens: int) -> list[Turn]:
-    return [
-        Turn(message["role"], message["content"].replace(MARK, IN_TEXT), 0 if i else tokens, None)
-        for i, message in enumerate(messages)
-    ]
+async def _first_question(session: Session, limits: EnvironmentConfig, encoder: PromptEncoder, row: PromptRow) -> Reply:
+    """Run a program until its first request; return the request."""
+    from rlctl.environments.gateway.server import Gateway  # aiohttp is with the engines
+
+    gateway, first = Gateway(), FirstQuestion()
+    address = await gateway.open(first)
+    run = asyncio.ensure_future(session.ask(RunningEpisode.run, address, timeout_s=limits.turn_timeout_s))
+    try:
+        await asyncio.wait([run, first.question], return_when=asyncio.FIRST_COMPLETED)
+        if not first.question.done():
+            run.result()
+            raise EpisodeFailedError("its program asked the model nothing")
+        question = first.question.result()
+    finally:
+        run.cancel()
+        gateway.close()
+    tokens = question.tokens if question.text is None else encoder.encode_text(question.text, row.where)
+    return Reply(ask=checked_ask(Ask(question.messages, tokens=tokens, tools=question.tools)))
 
 
 def showing(encoder: PromptEncoder, schemas: Sequence[Mapping[str, Any]]) -> tuple[PromptEncoder, bool]:

@@ -128,16 +128,25 @@ class Episode:
 
     async def answer(self, **changes: Any) -> SampleResult:
         """Have the model continue the context, with changed fields of the sampling."""
-        turn = len(self.answers)
-        seed = self._seed if turn == 0 else sample_seed(self._seed, turn)
-        sampling = replace(self.sampling, **changes)
         begin = self.starts[-1]
         media = tuple(replace(part, start=part.start - begin) for part in self.media if part.start >= begin)
-        request = SampleRequest(self._key, tuple(self.context), seed, sampling, media)
-        answer = await self._runner.sampled(request)
+        answer = await self._sample(self._key, len(self.answers), self.context, media, **changes)
         self.answers.append((len(self.tokens), answer))
         self.tokens += answer.tokens_R.tolist()
         return answer
+
+    async def sample(
+        self, turn: int, tokens: Sequence[int], media: Sequence[MediaPart], **changes: Any
+    ) -> SampleResult:
+        """Have the model continue `tokens`, next to other turns, without a change of the episode."""
+        return await self._sample(f"{self._key}.{turn}", turn, tokens, media, **changes)
+
+    async def _sample(
+        self, key: str, turn: int, tokens: Sequence[int], media: Sequence[MediaPart], **changes: Any
+    ) -> SampleResult:
+        seed = self._seed if turn == 0 else sample_seed(self._seed, turn)
+        sampling = replace(self.sampling, **changes)
+        return await self._runner.sampled(SampleRequest(key, tuple(tokens), seed, sampling, tuple(media)))
 
 
 Play = Callable[[Episode], Awaitable[None]]

@@ -113,6 +113,9 @@ class EnvironmentConfig(Section):
     """Number of retries of an episode whose environment failed."""
     memory_gib: PositiveNumber = 4.0
     """Memory limit of an episode's process, in GiB."""
+    listen: Annotated[str, FREE] = "127.0.0.1"
+    """Address of this machine at which programs ask the model, on a free port; 0.0.0.0: all addresses, and programs get
+    the address of the machine's name. Each request needs the key of its episode."""
 
     @model_validator(mode="after")
     def validate_thinking(self) -> EnvironmentConfig:

@@ -19,21 +19,22 @@ from urllib.request import urlopen
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from rlctl.environments.builtin.program import Program, serve
+from rlctl.environments.interface import Agent, ModelAddress
 from rlctl.errors import InputError, first_line
 
 EPISODE = "rlctl_episode"
 """Field of a question that has the address of its episode."""
 LIMIT_S, RETRY_S = 30.0, 0.2
+LARGEST_REQUEST = 1 << 30
+"""Bytes."""
 NO_LIMIT = ClientTimeout(total=None)
 
 
-class NemoGym(Program):
+class NemoGym(Agent):
     """`head` is the address of Gym's head server, and `listen` the HOST:PORT that Gym's `policy_base_url` names;
     `agent` names the agent of rows without an `agent_ref`."""
 
     def __init__(self, head: str, listen: str = "127.0.0.1:8700", agent: str | None = None) -> None:
-        super().__init__([])
         self.head, self.listen, self.agent = head, listen, agent
 
     @classmethod
@@ -51,7 +52,7 @@ class NemoGym(Program):
             )
         return f"agents of NeMo Gym at {head}: {', '.join(names)}; its policy_base_url is http://{listen}/v1"
 
-    async def run(self, row: Mapping[str, Any], seed: int, address: str) -> Mapping[str, Any]:
+    async def run(self, row: Mapping[str, Any], seed: int, model: ModelAddress) -> Mapping[str, Any]:
         """Have the agent of the row play it; return its answer, which has the reward."""
         name = (row.get("agent_ref") or {}).get("name") or self.agent
         servers = await asyncio.to_thread(_servers, self.head)
@@ -64,7 +65,7 @@ class NemoGym(Program):
             )
         params = dict(row.get("responses_create_params") or {})
         metadata = dict(params.get("metadata") or {})
-        extra = json.loads(metadata.get("extra_body") or "{}") | {EPISODE: address}
+        extra = json.loads(metadata.get("extra_body") or "{}") | {EPISODE: model.url}
         params["metadata"] = metadata | {"extra_body": json.dumps(extra)}
         async with ClientSession(timeout=NO_LIMIT) as session:
             body = {**row, "responses_create_params": params}
@@ -116,13 +117,22 @@ async def _pass_on(request: web.Request) -> web.Response:
         return web.json_response({"error": {"message": f"The episode is over: {error}"}}, status=400)
 
 
+async def _serve(host: str, port: int) -> web.AppRunner:
+    app = web.Application(client_max_size=LARGEST_REQUEST)
+    app.router.add_post("/v1/chat/completions", _pass_on)
+    server = web.AppRunner(app)
+    await server.setup()
+    await web.TCPSite(server, host, port).start()
+    return server
+
+
 async def main() -> None:
     """Listen until the parent process is gone, after the end of another engine's listener."""
     host, _, port = sys.argv[1].rpartition(":")
     gone, server = asyncio.ensure_future(asyncio.to_thread(sys.stdin.read)), None
     while server is None and not gone.done():
         with suppress(OSError) if await _listens(host, int(port)) else nullcontext():
-            server, _ = await serve({"/v1/chat/completions": _pass_on}, host, int(port))
+            server = await _serve(host, int(port))
         print("ready", flush=True)
         await asyncio.wait([gone], timeout=None if server else RETRY_S)
 

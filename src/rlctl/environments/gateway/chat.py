@@ -1,0 +1,136 @@
+"""OpenAI's chat completions, with vLLM's fields of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlctl.environments.gateway.exchange import (
+    Answer,
+    Event,
+    Exchange,
+    Question,
+    RefusedError,
+    finish_of,
+    limit,
+    openai_error,
+    texts,
+)
+from rlctl.environments.interface import MODEL, Message
+
+ROLES = ("system", "user", "assistant", "tool")
+MOST_SAMPLES = 128
+"""Largest `n`, as at OpenAI."""
+
+
+class ChatCompletions:
+    path = "/v1/chat/completions"
+
+    def question(self, body: Mapping[str, Any]) -> Question:
+        return Question(
+            messages=[chat_message(message) for message in body["messages"]],
+            tools=[tool for tool in body.get("tools") or () if tool["function"]["name"]],
+            **sampling(body),
+        )
+
+    def whole(self, exchange: Exchange) -> dict[str, Any]:
+        choices = [
+            _choice(index, answer, exchange.body) | {"message": answer.message()}
+            for index, answer in enumerate(exchange.answers)
+        ]
+        return {**_head(exchange), "object": "chat.completion", "choices": choices, "usage": usage(exchange.answers)}
+
+    def events(self, exchange: Exchange) -> Iterator[Event]:
+        head = {**_head(exchange), "object": "chat.completion.chunk"}
+        for index, answer in enumerate(exchange.answers):
+            message = answer.message()
+            calls = [call | {"index": at} for at, call in enumerate(message.get("tool_calls", ()))]
+            delta = message | ({"tool_calls": calls} if calls else {})
+            choice = _choice(index, answer, exchange.body)
+            yield "", head | {"choices": [choice | {"delta": delta, "finish_reason": None}]}
+            end = {"index": index, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+            yield "", head | {"choices": [end]}
+        yield "", head | {"choices": [], "usage": usage(exchange.answers)}
+
+    def error(self, refusal: RefusedError) -> dict[str, Any]:
+        return openai_error(refusal)
+
+
+def sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Question that requests of OpenAI's older forms share."""
+    samples = body.get("n") or 1
+    if not isinstance(samples, int) or not 1 <= samples <= MOST_SAMPLES:
+        raise RefusedError(f"n is {samples!r:.40}, and has to be a number from 1 to {MOST_SAMPLES}.")
+    return {
+        "model": str(body.get("model") or MODEL),
+        "max_tokens": limit(body.get("max_completion_tokens") or body.get("max_tokens")),
+        "stop": texts(body.get("stop")),
+        "stop_token_ids": tuple(map(int, body.get("stop_token_ids") or ())),
+        "samples": samples,
+        "seed": body.get("seed"),
+    }
+
+
+def chat_message(message: Mapping[str, Any]) -> Message:
+    """Return a message of a request. Raises RefusedError for a role or an image that no template may see."""
+    role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
+    if role not in ROLES:
+        raise RefusedError(f"A message has the role {role!r:.40}. Roles are {', '.join(ROLES)}.")
+    content = message.get("content")
+    if not isinstance(content, str | None):
+        content = [chat_part(part) for part in content]
+        if all(part["type"] == "text" for part in content):
+            content = "".join(part["text"] for part in content)
+    result: Message = {"role": role, "content": content or ""}
+    return result | {name: message[name] for name in ("tool_calls", "tool_call_id", "name") if message.get(name)}
+
+
+def chat_part(part: Any) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if part["type"] in ("text", "input_text", "output_text"):
+        return {"type": "text", "text": part["text"]}
+    if part["type"] == "refusal":
+        return {"type": "text", "text": part["refusal"]}
+    if part["type"] in ("image_url", "input_image"):
+        image = part["image_url"]
+        return image_part(image if isinstance(image, str) else image["url"])
+    raise RefusedError(f"A message has a part of the type {part['type']!r:.40}. Parts are texts and images.")
+
+
+def image_part(url: str) -> dict[str, Any]:
+    """Return an image part. Raises RefusedError for anything but a data URL: a client names no files or addresses."""
+    if not url.startswith("data:image/"):
+        raise RefusedError("An image has to be a data URL (data:image/png;base64,...).")
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def usage(answers: Sequence[Answer]) -> dict[str, int]:
+    read, written = len(answers[0].prompt_tokens), sum(len(answer.tokens) for answer in answers)
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+def token_logprobs(answer: Answer) -> list[dict[str, Any]]:
+    """Return log-probs in OpenAI's form with token ids, like a vLLM server with `return_tokens_as_token_ids`."""
+    return [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
+    ]
+
+
+def _head(exchange: Exchange) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{exchange.number}",
+        "created": exchange.created,
+        "model": exchange.body.get("model") or MODEL,
+        "prompt_token_ids": list(exchange.answers[0].prompt_tokens),
+    }
+
+
+def _choice(index: int, answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "index": index,
+        "finish_reason": finish_of(answer),
+        "token_ids": list(answer.tokens),
+        "logprobs": {"content": token_logprobs(answer), "refusal": None} if body.get("logprobs") else None,
+    }

@@ -1,0 +1,339 @@
+"""Episodes whose program asks the model through the gateway (`environments/gateway/`).
+
+Each request continues the longest known conversation with its sampled tokens, or begins a branch. An episode is
+therefore a tree of turns. It trains as one sequence per branch; each sampled token has a loss in one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rlctl.backends.messages import SampleResult
+from rlctl.data.image_rows import IN_TEXT
+from rlctl.data.image_sources import MARK
+from rlctl.data.rollouts import LENGTH, MediaPart, Turn
+from rlctl.environments.gateway.exchange import Answer, Question, RefusedError, ToolCall, episode_over, too_long
+from rlctl.environments.gateway.matching import Answers, conversation_digests
+from rlctl.environments.interface import MODEL, Ask, Message
+from rlctl.environments.running_episode import Reply, checked_ask, readable_calls
+from rlctl.environments.tools import without_call
+from rlctl.errors import InputError
+from rlctl.rollouts.episodes import Episode
+from rlctl.rollouts.turn_faults import BITS, JudgedTurn
+
+if TYPE_CHECKING:
+    from rlctl.rollouts.environment_episodes import EnvironmentEpisodes
+
+ENDS_EPISODE = ("abort", "timeout")
+"""Stop reasons of a turn that end the episode."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """What the model reads before a turn."""
+
+    parent: SampledTurn | None
+    """The turn that it continues; None: it begins a conversation."""
+    tokens: tuple[int, ...]
+    """Tokens after the parent's, or all of them."""
+    media: tuple[MediaPart, ...]
+    """Media among `tokens`, with positions from the first of them."""
+    read: tuple[Turn, ...]
+
+    def context(self) -> tuple[list[int], list[MediaPart]]:
+        """Return all tokens before the turn, and their media."""
+        before, media = self.parent.context() if self.parent else ([], [])
+        return [*before, *self.tokens], [*media, *shifted(self.media, len(before))]
+
+
+@dataclass(frozen=True, eq=False)
+class SampledTurn:
+    """A turn of the model. Its parents are the turns before it in the conversation."""
+
+    prompt: Prompt
+    result: SampleResult
+    question: Question
+    judged: JudgedTurn
+
+    def context(self) -> tuple[list[int], list[MediaPart]]:
+        """Return the tokens up to its last, and their media."""
+        tokens, media = self.prompt.context()
+        return tokens + self.result.tokens_R.tolist(), media
+
+    def ancestry(self) -> Iterable[SampledTurn]:
+        """Yield the turn and its parents."""
+        turn: SampledTurn | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.prompt.parent
+
+
+class ModelTurns:
+    """Answers the requests of one episode: a `ModelEpisode`. `close` writes its turns to the episode."""
+
+    def __init__(self, play: EnvironmentEpisodes, episode: Episode) -> None:
+        self._play, self._episode = play, episode
+        self._turns: list[SampledTurn] = []
+        self._known = Answers[SampledTurn]()
+        self._requests: dict[bytes, asyncio.Task[Sequence[Answer]]] = {}
+        self._begun = self._counted = self._calls = 0
+        """Sampled turns, those that count as turns of the episode, and tool calls, including turns in progress."""
+        self._idle_since = time.monotonic()
+        self.refusal: str | None = None
+        """The limit that refused the last request."""
+        self._counts = dict.fromkeys(("requests", "retries", "matched_tokens", "rewritten_answers"), 0)
+
+    # A ModelEpisode
+
+    def asked(self, question: Question) -> asyncio.Task[Sequence[Answer]]:
+        digests = conversation_digests(question.messages, question.tools)
+        key = repr((digests[-1], replace(question, messages=(), tools=()))).encode()
+        if (task := self._requests.get(key)) is not None and not _failed(task):
+            self._counts["retries"] += 1
+            return task
+        prompt, continued = self._prompt(question, digests)
+        self._require_room(question, prompt)
+        self._counts["requests"] += 1
+        if continued is not None:
+            self._counts["matched_tokens"] += sum(len(turn.result.tokens_R) for turn in continued.ancestry())
+        known = sum(turn.prompt.parent is not None for turn in continued.ancestry()) + 1 if continued else 0
+        said = sum(message["role"] == "assistant" for message in question.messages)
+        self._counts["rewritten_answers"] += max(0, said - known)
+        first, self._begun = self._begun, self._begun + question.samples
+        if not self._auxiliary(question):
+            self._counted += question.samples
+        task = asyncio.ensure_future(self._answered(question, prompt, digests[-1], first))
+        task.add_done_callback(self._became_idle)
+        self._requests[key] = task
+        return task
+
+    def tokens_of(self, question: Question) -> int:
+        digests = conversation_digests(question.messages, question.tools)
+        return len(self._prompt(question, digests)[0].context()[0])
+
+    # For the player
+
+    def idle_s(self) -> float:
+        """Return the seconds since the last request in progress."""
+        waits = any(not task.done() for task in self._requests.values())
+        return 0.0 if waits else time.monotonic() - self._idle_since
+
+    async def close(self) -> None:
+        """Drop requests in progress, and write the turns to the episode."""
+        tasks = list(self._requests.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.write()
+
+    def write(self) -> None:
+        """Write the turns to the episode: a context per branch, its beginning without a loss."""
+        trained = [turn for turn in self._turns if not self._auxiliary(turn.question)] or self._turns
+        contexts = branches_of(trained)
+        for number, context in enumerate(contexts):
+            for place, turn in enumerate(context):
+                self._write(turn, begins=place == 0, anew=number > 0 and place == 0)
+        dropped = set(map(id, self._turns)).difference(map(id, trained))
+        self._episode.count({
+            **{f"gateway/{name}": float(number) for name, number in self._counts.items()},
+            "gateway/branches": float(max(0, len(contexts) - 1)),
+            "gateway/branched_tokens": float(sum(len(c[0].prompt.context()[0]) for c in contexts[1:])),
+            "gateway/auxiliary": float(len(dropped)),
+            "gateway/dropped_tokens": float(sum(len(t.result.tokens_R) for t in self._turns if id(t) in dropped)),
+        })  # fmt: skip
+
+    def _write(self, turn: SampledTurn, *, begins: bool, anew: bool) -> None:
+        episode, prompt = self._episode, turn.prompt
+        tokens, media = prompt.context() if begins else (list(prompt.tokens), list(prompt.media))
+        episode.transcript += prompt.read
+        episode.read(tokens, media, anew=anew)
+        answer = turn.result.tokens_R.tolist()
+        episode.transcript.append(Turn("assistant", turn.result.text, len(answer), 0.0))
+        if turn.judged.faults:
+            episode.faults[len(episode.answers)] = sum(BITS[name] for name in turn.judged.faults)
+            episode.count(dict.fromkeys(turn.judged.faults, 1.0))
+        episode.said.append(turn.judged)
+        episode.answers.append((len(episode.tokens), turn.result))
+        episode.tokens += answer
+
+    # Prompts
+
+    def _prompt(self, question: Question, digests: Sequence[bytes]) -> tuple[Prompt, SampledTurn | None]:
+        """Return the prompt of a question, and the turn that it continues."""
+        try:
+            return self._matched(question, digests)
+        except (InputError, TypeError, ValueError) as error:
+            raise RefusedError(f"The request cannot be read: {error}") from error
+
+    def _matched(self, question: Question, digests: Sequence[bytes]) -> tuple[Prompt, SampledTurn | None]:
+        where, turns = self._episode.row.where, self._play.turns
+        if question.text is not None:
+            question = replace(question, tokens=turns.encoder.encode_text(question.text, where), text=None)
+        ask = checked_ask(Ask(question.messages, tokens=question.tokens, tools=question.tools))
+        count, parent = self._known.continued(question.messages, digests)
+        if parent is not None:
+            messages = self._play.in_known_roles(ask.messages[count:])
+            try:
+                last = int(parent.result.tokens_R[-1]) if len(parent.result.tokens_R) else None
+                given = turns.encoder.with_images(turns.between(last, messages), messages, where)
+            except InputError:  # the template cannot write these messages behind an answer: all are written anew
+                pass
+            else:
+                read = turns_of(messages, len(given.tokens))
+                return Prompt(parent, tuple(given.tokens), tuple(given.media), read), parent
+        if question.tokens:
+            ask = replace(ask, tokens=list(question.tokens))
+        prompt, messages = self._play.beginning((), Reply(ask=ask), self._episode.row)
+        if question.tokens:  # the request needs the images of its placeholder tokens
+            prompt = replace(prompt, media=self._images_in(prompt.tokens))
+            turns.encoder.require_no_image(prompt.text_tokens, where)
+        tokens, parent = list(prompt.tokens), self._longest_in(prompt.tokens)
+        begin = len(parent.context()[0]) if parent else 0
+        media = shifted((part for part in prompt.media if part.start >= begin), -begin)
+        read = turns_of(messages, len(tokens) - begin)
+        return Prompt(parent, tuple(tokens[begin:]), tuple(media), read), parent
+
+    def _longest_in(self, tokens: Sequence[int]) -> SampledTurn | None:
+        """Return the turn with most tokens that a prompt begins with."""
+        begins = ((turn.context()[0], turn) for turn in self._turns)
+        fitting = [(len(c), turn) for c, turn in begins if len(c) < len(tokens) and c == list(tokens[: len(c)])]
+        return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
+
+    def _images_in(self, tokens: Sequence[int]) -> tuple[MediaPart, ...]:
+        """Return the media of the turn that shares most of its context with `tokens`, within that part."""
+        best: tuple[MediaPart, ...] = ()
+        for turn in self._turns:
+            context, media = turn.context()
+            pairs = enumerate(zip(context, tokens, strict=False))
+            alike = next((place for place, pair in pairs if len({*pair}) > 1), min(len(context), len(tokens)))
+            parts = tuple(part for part in media if part.start + part.tokens <= alike)
+            best = max(best, parts, key=len)
+        return best
+
+    # Limits
+
+    def _auxiliary(self, question: Question) -> bool:
+        """Return whether a request is a probe, or is for another model while others are for this one."""
+        own = any(turn.question.model == MODEL for turn in self._turns)
+        return question.probes or (own and question.model != MODEL)
+
+    def _require_room(self, question: Question, prompt: Prompt) -> None:
+        limits, episode = self._play.limits, self._episode
+        self.refusal = None
+        begun = self._begun - self._counted if self._auxiliary(question) else self._counted
+        if episode.stop_reason is not None:
+            self.refusal = episode.stop_reason
+        elif begun + question.samples > limits.turns:
+            self.refusal = "turns"
+        elif limits.sampled_tokens is not None and self._sampled >= limits.sampled_tokens:
+            self.refusal = "sampled_tokens"
+        elif limits.tool_calls is not None and self._calls >= limits.tool_calls:
+            self.refusal = "tool_calls"
+        elif (length := len(prompt.context()[0])) >= self._play.max_length:
+            self.refusal = "context"
+            raise too_long(length, self._play.max_length)
+        if self.refusal is not None:
+            raise episode_over()
+
+    @property
+    def _sampled(self) -> int:
+        return sum(len(turn.result.tokens_R) for turn in self._turns)
+
+    # Sampling
+
+    async def _answered(self, question: Question, prompt: Prompt, digest: bytes, first: int) -> list[Answer]:
+        numbers = range(first, first + question.samples)
+        results = await asyncio.gather(*(self._sample(question, prompt, number) for number in numbers))
+        answers = []
+        for result in results:
+            if result.stop_reason in ENDS_EPISODE:
+                self._episode.stop_reason = self.refusal = result.stop_reason
+                raise episode_over()
+            answer, judged = self._judged(question, prompt, result)
+            turn = SampledTurn(prompt, result, question, judged)
+            self._turns.append(turn)
+            if question.tokens is None and question.text is None:
+                self._known.add(digest, answer.message(), turn)
+            answers.append(answer)
+        return answers
+
+    async def _sample(self, question: Question, prompt: Prompt, number: int) -> SampleResult:
+        usual, (tokens, media) = self._episode.sampling, prompt.context()
+        limits = [usual.max_new_tokens, self._play.max_length - len(tokens), question.max_tokens]
+        if (most := self._play.limits.sampled_tokens) is not None:
+            limits.append(most - self._sampled)
+        ends = self._play.turns.encoder.stop_token_ids
+        return await self._episode.sample(
+            number,
+            tokens,
+            media,
+            stop=tuple(dict.fromkeys((*usual.stop, *question.stop))),
+            stop_token_ids=tuple(dict.fromkeys((*usual.stop_token_ids, *ends, *question.stop_token_ids))),
+            turn_ends=(*usual.turn_ends, *ends),
+            max_new_tokens=min(limit for limit in limits if limit is not None),
+        )
+
+    def _judged(self, question: Question, prompt: Prompt, result: SampleResult) -> tuple[Answer, JudgedTurn]:
+        context, cut, form = prompt.context()[0], result.stop_reason == LENGTH, self._play.plan.form
+        found = readable_calls(result.text, form, question.tools, cut=cut) if question.tools else []
+        calls = []
+        for call in found:
+            calls.append(ToolCall(f"call{self._calls:05}", call.name, json.dumps(call.arguments)))
+            self._calls += 1
+        text = without_call(result.text, form).strip() if calls else result.text
+        ends = [(at, stop) for stop in question.stop if (at := text.find(stop)) >= 0]
+        end, stop = min(ends, default=(None, None))
+        judged = self._play.judged(result.text, context, called=bool(calls), broken=False)
+        tokens, logprobs = result.tokens_R.tolist(), result.logprobs_R.tolist()
+        return Answer(text[:end], tuple(calls), context, tokens, logprobs, cut, stop), judged
+
+    def _became_idle(self, task: asyncio.Task[Any]) -> None:
+        self._idle_since = time.monotonic()
+        _failed(task)  # so that asyncio does not log an error that only a lost client would have read
+
+
+def branches_of(turns: Sequence[SampledTurn]) -> list[list[SampledTurn]]:
+    """Return paths that hold each turn once. A turn goes behind its parent if that ends a path, else it begins one."""
+    paths: list[list[SampledTurn]] = []
+    for turn in turns:
+        path = next((path for path in paths if path[-1] is turn.prompt.parent), None)
+        if path is None:
+            paths.append(path := [])
+        path.append(turn)
+    return paths
+
+
+def turns_of(messages: Sequence[Message], tokens: int) -> tuple[Turn, ...]:
+    """Return messages for the transcript; the first has all `tokens`."""
+    return tuple(
+        Turn(message["role"], message["content"].replace(MARK, IN_TEXT), 0 if i else tokens, None)
+        for i, message in enumerate(messages)
+    )
+
+
+def shifted(media: Iterable[MediaPart], tokens: int) -> list[MediaPart]:
+    return [replace(part, start=part.start + tokens) for part in media]
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+class FirstQuestion:
+    """A `ModelEpisode` of a trial before a run: keeps the first question and answers none."""
+
+    def __init__(self) -> None:
+        self.question: asyncio.Future[Question] = asyncio.get_running_loop().create_future()
+
+    def asked(self, question: Question) -> asyncio.Future[Sequence[Answer]]:
+        if not self.question.done() and not question.probes:
+            self.question.set_result(question)
+        return asyncio.get_running_loop().create_future()
+
+    def tokens_of(self, question: Question) -> int:
+        return 1
