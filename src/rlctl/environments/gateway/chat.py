@@ -41,7 +41,7 @@ class ChatCompletions:
         return {**_head(exchange), "object": "chat.completion", "choices": choices, "usage": usage(exchange.answers)}
 
     def events(self, exchange: Exchange) -> Iterator[Event]:
-        head = {**_head(exchange), "object": "chat.completion.chunk"}
+        head = {**_head(exchange), "object": "chat.completion.chunk", "usage": usage(exchange.answers)}
         for index, answer in enumerate(exchange.answers):
             message = answer.message()
             calls = [call | {"index": at} for at, call in enumerate(message.get("tool_calls", ()))]
@@ -50,7 +50,8 @@ class ChatCompletions:
             yield "", head | {"choices": [choice | {"delta": delta, "finish_reason": None}]}
             end = {"index": index, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
             yield "", head | {"choices": [end]}
-        yield "", head | {"choices": [], "usage": usage(exchange.answers)}
+        if (exchange.body.get("stream_options") or {}).get("include_usage"):  # other clients expect a choice
+            yield "", head | {"choices": []}
 
     def error(self, refusal: RefusedError) -> dict[str, Any]:
         return openai_error(refusal)

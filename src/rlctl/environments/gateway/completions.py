@@ -37,7 +37,8 @@ class Completions:
     def events(self, exchange: Exchange) -> Iterator[Event]:
         for index, answer in enumerate(exchange.answers):
             yield "", _head(exchange) | {"choices": [_choice(index, answer, exchange.body)]}
-        yield "", _head(exchange) | {"choices": [], "usage": usage(exchange.answers)}
+        if (exchange.body.get("stream_options") or {}).get("include_usage"):
+            yield "", _head(exchange) | {"choices": [], "usage": usage(exchange.answers)}
 
     def error(self, refusal: RefusedError) -> dict[str, Any]:
         return openai_error(refusal)
