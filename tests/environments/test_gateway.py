@@ -1,0 +1,154 @@
+"""The gateway: the official clients against it, and which sampled answer a request continues."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from rlctl.environments.gateway.exchange import Answer, Question, ToolCall, too_long
+from rlctl.environments.gateway.matching import Answers, conversation_digests
+from rlctl.environments.gateway.server import Gateway
+
+CALL = ToolCall("call00000", "look", '{"at": 2.0, "by": "eye"}')
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+class Scripted:
+    """An episode that answers after a moment, and refuses questions of more than three messages."""
+
+    def __init__(self) -> None:
+        self.questions: list[Question] = []
+
+    def asked(self, question: Question) -> asyncio.Future[Sequence[Answer]]:
+        if len(question.messages) > 3:
+            raise too_long(77, 64)
+        self.questions.append(question)
+
+        async def answered() -> Sequence[Answer]:
+            await asyncio.sleep(0.01)
+            calls = (CALL,) if question.tools else ()
+            return [Answer("I see.", calls, [1, 2, 3], [4, 5], [-0.5, -0.25], cut=question.max_tokens == 2)]
+
+        return asyncio.ensure_future(answered())
+
+    def tokens_of(self, question: Question) -> int:
+        return 3
+
+
+def test_clients_of_openai_and_anthropic_read_every_reply() -> None:
+    """The packages' own models are the schema: what they parse has the fields and values that they declare."""
+
+    async def asked() -> None:
+        gateway, episode = Gateway(), Scripted()
+        address = await gateway.open(episode)
+        user: Any = [{"role": "user", "content": "Look."}]
+        client = openai.AsyncOpenAI(base_url=f"{address.url}/v1", api_key="other", max_retries=0)
+        claude = anthropic.AsyncAnthropic(base_url=address.url, api_key=address.key, max_retries=0)
+        try:
+            await _chats(client, user)
+            await _responds(client)
+            await _speaks_claude(claude, user)
+            assert [model.id async for model in client.models.list()] == ["policy"]
+            with pytest.raises(openai.BadRequestError, match="maximum context length is 64 tokens") as refused:
+                await client.chat.completions.create(model="policy", messages=user * 4)
+            assert refused.value.code == "context_length_exceeded"
+            with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 77 tokens > 64 maximum"):
+                await claude.messages.create(model="policy", max_tokens=9, messages=user * 4)
+            file = [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]
+            with pytest.raises(openai.BadRequestError, match="data URL"):
+                await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": file}])  # type: ignore[list-item,typeddict-item]
+            gateway.end(address)
+            with pytest.raises(openai.AuthenticationError):
+                await client.chat.completions.create(model="policy", messages=user)
+            with pytest.raises(anthropic.AuthenticationError):
+                await claude.messages.create(model="policy", max_tokens=9, messages=user)
+        finally:
+            gateway.close()
+
+    asyncio.run(asked())
+
+
+async def _chats(client: Any, user: Any) -> None:
+    whole = await client.chat.completions.create(model="policy", messages=user, tools=[TOOL])
+    type(whole).model_validate(whole.model_dump(), strict=False)
+    assert (whole.choices[0].finish_reason, whole.choices[0].message.tool_calls[0].id) == ("tool_calls", CALL.id)
+    chunks = [
+        chunk
+        async for chunk in await client.chat.completions.create(
+            model="policy", messages=user, tools=[TOOL], stream=True, stream_options={"include_usage": True}
+        )
+    ]
+    for chunk in chunks:
+        type(chunk).model_validate(chunk.model_dump())
+    called = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or ()]
+    assert [json.loads(call.function.arguments) for call in called] == [{"at": 2.0, "by": "eye"}]
+    assert chunks[-1].usage.total_tokens == 5
+    text = await client.completions.create(model="policy", prompt="I")
+    type(text).model_validate(text.model_dump())
+    assert text.choices[0].text == "I see."
+
+
+async def _responds(client: Any) -> None:
+    tool = {"type": "function", **TOOL["function"], "strict": None}  # type: ignore[dict-item]
+    whole = await client.responses.create(model="policy", input="Look.", tools=[tool])
+    type(whole).model_validate(whole.model_dump())
+    assert [item.type for item in whole.output] == ["message", "function_call"]
+    async with client.responses.stream(model="policy", input="Look.", tools=[tool]) as stream:
+        events = [event.type async for event in stream]
+        last = await stream.get_final_response()
+    assert events[0] == "response.created"
+    assert events[-1] == "response.completed"
+    assert (last.output_text, last.usage.output_tokens) == ("I see.", 2)
+    cut = await client.responses.create(model="policy", input="Look.", max_output_tokens=2)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+async def _speaks_claude(claude: Any, user: Any) -> None:
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    whole = await claude.messages.create(model="policy", max_tokens=9, messages=user, tools=[tool])
+    type(whole).model_validate(whole.model_dump())
+    assert (whole.stop_reason, whole.content[1].input) == ("tool_use", {"at": 2.0, "by": "eye"})
+    async with claude.messages.stream(model="policy", max_tokens=9, messages=user, tools=[tool]) as stream:
+        last = await stream.get_final_message()
+    assert (last.stop_reason, last.content[1].input) == ("tool_use", {"at": 2.0, "by": "eye"})
+    assert (await claude.messages.count_tokens(model="policy", messages=user)).input_tokens == 3
+    cut = await claude.messages.create(model="policy", max_tokens=2, messages=user)
+    assert cut.stop_reason == "max_tokens"
+
+
+def _called(arguments: str, **message: Any) -> dict[str, Any]:
+    function = {"name": "look", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
+    } | message
+
+
+@pytest.mark.parametrize(
+    ("returned", "same"),
+    [
+        (_called('{ "by": "eye", "at": 2 }', content=None), True),
+        (_called('{"at": 2e0, "by": "\\u0065ye"}'), True),
+        (_called('{"at": 2.0, "by": "eye"}', content=[{"type": "text", "text": "\n"}]), True),
+        (_called('{"at": 2.5, "by": "eye"}'), False),
+        (_called('{"at": true, "by": "eye"}'), False),
+        (_called("{}"), False),
+        (_called('{"at": 2.0, "by": "eye"}', content="So."), False),
+    ],
+)
+def test_an_answer_is_found_again_as_clients_send_it_back(returned: dict[str, Any], same: bool) -> None:
+    """The changes that ten clients were seen to make."""
+    user = [{"role": "user", "content": "Look.\r\nThere. "}]
+    known = Answers[str]()
+    known.add(conversation_digests(user, [TOOL])[-1], _called('{"at": 2.0, "by": "eye"}', content=""), "turn")
+    parts = [{"type": "text", "text": "Look.\nThere.", "cache_control": {"type": "ephemeral"}}]
+    later = [{"role": "user", "content": parts}, returned, {"role": "tool", "content": "A cat."}]
+    found = known.continued(later, conversation_digests(later, [TOOL]))
+    assert found == ((2, "turn") if same else (0, None))
+    assert known.continued(later, conversation_digests(later, [])) == (0, None)
