@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import namedtuple
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from rlctl.environments.adapters.openenv import OpenEnv
 from rlctl.environments.adapters.skyrl_gym import SkyRLGym
 from rlctl.environments.adapters.textarena import TextArena
 from rlctl.environments.adapters.verifiers import Verifiers
+from rlctl.environments.gateway.exchange import Answer, Question
+from rlctl.environments.gateway.server import Gateway
 from rlctl.errors import InputError
 
 
@@ -162,25 +165,36 @@ def load_environment(name, word): return Made(f"{name} {word}")
 """
 
 
+class Five:
+    """An episode that answers "five"."""
+
+    def __init__(self, asked: list[Question]) -> None:
+        self.questions = asked
+
+    def asked(self, question: Question) -> asyncio.Future[Sequence[Answer]]:
+        self.questions.append(question)
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_result([Answer("five", (), [2], [1], [-0.5], cut=False)])
+        return answer
+
+    def tokens_of(self, question: Question) -> int:
+        return 1
+
+
 def test_an_environment_of_verifiers_is_a_program_that_asks(tmp_path: Path) -> None:
     (tmp_path / "verifiers.py").write_text(VERIFIERS)
 
     async def play() -> None:
         made = Verifiers("sums", sys.executable, {"word": "is"})
         made.variables["PYTHONPATH"] = str(tmp_path)
-        asked = (await made.reset({}, 4)).ask
-        assert asked is not None
-        assert list(asked.messages) == [{"role": "user", "content": "sums is first"}]
-        answer = {"role": "assistant", "content": "five", "tokens": [1], "logprobs": [-0.5], "prompt_tokens": [2]}
-        last = await made.step(answer | {"stop_reason": "stop"})
-        assert (last.done, last.metrics, await made.get_reward()) == (True, {"length": 4}, 0.5)
-        await made.close()
+        gateway, asked = Gateway(), list[Question]()
+        address = await gateway.open(Five(asked))
+        assert await made.run({}, 4, address) == {"length": 4, "reward": 0.5}
+        assert [question.messages for question in asked] == [[{"role": "user", "content": "sums is first"}]]
         code = VERIFIERS + "Made.requires_group_rollouts = True\n"  # a property of verifiers 0.2.1's environments
         (tmp_path / "verifiers.py").write_text(code)
-        made = Verifiers("sums", sys.executable, {"word": "is"})
-        made.variables["PYTHONPATH"] = str(tmp_path)
         with pytest.raises(RuntimeError, match="has reward functions of whole groups"):
-            await made.reset({}, 4)
-        await made.close()
+            await made.run({}, 4, address)
+        gateway.close()
 
     asyncio.run(play())
