@@ -408,7 +408,7 @@ def test_a_program_shows_the_model_the_images_of_its_row(host: Any, tmp_path: Pa
             expected = sampled_alone(model, columns.tokens_T[part], images, never).numpy()
             assert np.abs(columns.logprobs_T[part][1:] - expected)[mask[1:]].max() < TOLERANCE
         both = [image.size for image in shown]
-        assert sizes == [both, both, both, [*both, both[0]]]
+        assert sizes == [both, [*both, both[0]], both]  # the conversation continues in the second answer's context
 
 
 @pytest.mark.slow
