@@ -7,10 +7,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import aiohttp
 import anthropic
 import openai
 import pytest
 
+from rlctl.environments.gateway import server
 from rlctl.environments.gateway.exchange import Answer, Question, ToolCall, too_long
 from rlctl.environments.gateway.matching import Answers, conversation_digests
 from rlctl.environments.gateway.server import Gateway
@@ -68,6 +70,59 @@ def test_clients_of_openai_and_anthropic_read_every_reply() -> None:
                 await client.chat.completions.create(model="policy", messages=user)
             with pytest.raises(anthropic.AuthenticationError):
                 await claude.messages.create(model="policy", max_tokens=9, messages=user)
+        finally:
+            gateway.close()
+
+    asyncio.run(asked())
+
+
+def test_clients_ask_again_for_what_is_refused_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def asked() -> None:
+        gateway, episode = Gateway(), Scripted()
+        address = await gateway.open(episode)
+        user: Any = [{"role": "user", "content": "Look."}]
+        client = openai.AsyncOpenAI(base_url=f"{address.url}/v1", api_key=address.key, max_retries=0)
+        try:
+            one, other = await asyncio.gather(
+                *(client.chat.completions.create(model="policy", messages=user) for _ in range(2)),
+                return_exceptions=True,
+            )
+            refused = one if isinstance(one, openai.RateLimitError) else other
+            assert isinstance(refused, openai.RateLimitError)
+            assert refused.response.headers["retry-after"] == "1"
+            patient = client.with_options(max_retries=5)
+            both = (patient.chat.completions.create(model="policy", messages=user) for _ in range(2))
+            assert [reply.choices[0].message.content for reply in await asyncio.gather(*both)] == ["I see."] * 2
+        finally:
+            gateway.close()
+
+    monkeypatch.setattr(server, "IN_FLIGHT", 1)
+    asyncio.run(asked())
+
+
+def test_a_key_is_a_bearer_token_a_header_or_part_of_the_address() -> None:
+    async def asked() -> None:
+        gateway = Gateway()
+        address = await gateway.open(Scripted())
+        base = address.url.removesuffix(f"/{address.key}")
+        body = {"model": "policy", "prompt": "I", "stream": True}
+        given = (
+            (address.url, {}),
+            (base, {"x-api-key": address.key}),
+            (base, {"Authorization": f"Bearer {address.key}"}),
+        )
+        try:
+            async with aiohttp.ClientSession() as session:
+                for url, headers in given:
+                    async with session.post(f"{url}/v1/completions", json=body, headers=headers) as reply:
+                        text = await reply.text()
+                        assert (reply.status, text.endswith("data: [DONE]\n\n")) == (200, True)
+                        chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
+                    for chunk in chunks:
+                        openai.types.Completion.model_validate(chunk)
+                    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "I see."
+                async with session.post(f"{base}/v1/completions", json=body) as reply:
+                    assert reply.status == 401
         finally:
             gateway.close()
 

@@ -375,6 +375,24 @@ def test_a_program_asks_the_model(host: Any, tiny_llama: Path, how: str, begins:
         assert result.finish_reasons == ("length", "length")
 
 
+@pytest.mark.long
+def test_agents_of_a_program_share_a_beginning_and_each_sampled_token_is_trained_once(host, tiny_llama) -> None:
+    """The program asks once more for the same, has two agents continue one answer at once, edits that answer, and asks
+    for a title and a probe: three branches of four turns."""
+    policy = WholeTensorPolicy(tiny_llama)
+    made = play(tiny_llama, "program", {"turns": 4}, command=[sys.executable, str(PROGRAM), "harness"])
+    for result in played(host, tiny_llama, replace(made, max_length=512)):
+        for sample in range(2):
+            assert len(require_exact(result, policy, sample)) == 3
+            episode, columns = result.episodes[sample], result.columns
+            assert (episode.failure, episode.turns) == (None, 4)
+            counts = {name.removeprefix("gateway/"): number for name, number in episode.counts.items()}
+            assert (counts["requests"], counts["retries"], counts["auxiliary"]) == (6, 1, 2)
+            assert (counts["branches"], counts["rewritten_answers"]) == (2, 1)
+            mask = columns.loss_mask_T[columns.slice(sample)]
+            assert mask.sum() == sum(turn.tokens for turn in result.transcripts[sample] if turn.role == "assistant")
+
+
 @pytest.mark.slow
 def test_a_program_shows_the_model_the_images_of_its_row(host: Any, tmp_path: Path) -> None:
     """Also where it goes on from tokens that stand for images already, which nothing expands again."""

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.error import HTTPError
 
@@ -64,6 +65,22 @@ def main(how: str) -> None:
         assert not {*"ea"}.intersection(first["message"]["content"] + second["message"]["content"])
         messages.append({"role": "user", "content": "Again."})
         chat(messages)
+    elif how == "harness":
+        question = list(messages)
+        first = chat(messages)["choices"][0]
+        asked_again = chat(list(question), stream=True)["choices"][0]
+        assert asked_again["token_ids"] == first["token_ids"]
+        parts = [[*messages, {"role": "user", "content": task}] for task in ("Do this.", "Do that.")]
+        with ThreadPoolExecutor(2) as threads:  # two agents that share a beginning
+            list(threads.map(chat, parts))
+        edited = [
+            *question,
+            {"role": "assistant", "content": "I say another thing."},
+            {"role": "user", "content": "So?"},
+        ]
+        chat(edited)
+        ask("/v1/chat/completions", model="small", messages=[{"role": "user", "content": "A title?"}])
+        ask("/v1/chat/completions", model=os.environ["OPENAI_MODEL"], messages=question, max_tokens=1)
     else:
         chat(messages, **extra)
         messages.append({"role": "user", "content": "Again."})

@@ -42,6 +42,7 @@ An error in a method ends the rollout as `reward.on_error` says, and never the r
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,12 +115,12 @@ class ModelAddress:
         }  # fmt: skip
 
 
-class Agent:
+class Agent(ABC):
     """The base class of environments that ask the model over HTTP, with any client."""
 
+    @abstractmethod
     async def run(self, row: Mapping[str, Any], seed: int, model: ModelAddress) -> Mapping[str, Any]:
         """Play an episode to its end. Return `reward`, and `reward_components` or other numbers as metrics."""
-        raise NotImplementedError
 
 
 class Environment:
