@@ -366,17 +366,7 @@ def plan_from_config(
     cluster = cluster_from_config(config, assume)
     pins = pins_from_config(config)
     if workload.trains:
-        training = config.training
-        for key in ("packing", "share_prompts") if facts.unpacked else ():  # unset, the planner decides
-            if key in training.model_fields_set and getattr(training, key):
-                raise ConfigError(f"training.{key} = true is refused: {unpacked_rule(facts)}.", "Leave it out.")
-        lacking = [] if config.reward_models else [("reward_model.", "no reward model", "--reward model:DIR")]
-        lacking += [] if config.named_teacher else [("teacher.", "no teacher", "--teacher NAME")]
-        for section, needed, flag in lacking:
-            if idle := [key for key in pins if key.startswith(section)]:
-                raise ConfigError(
-                    f"{idle[0]} = {pins[idle[0]]} has no effect: there is {needed}.", f"Name one: {flag}."
-                )
+        _require_effects(config, facts, pins)
     constants, engine = DEFAULTS, PLAIN_ENGINE
     if with_engines := config.engine_settings:
         require_mover(with_engines, pins, trains=workload.trains)
@@ -416,6 +406,18 @@ def plan_from_config(
         discards=config.engine_settings is not None and config.engine_settings.generation.discard_weights,
     )  # fmt: skip
     return make_plan(request, top=top, refusal=refusal)
+
+
+def _require_effects(config: RlctlConfig, facts: ModelFacts, pins: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a set key that training cannot follow, or that is for a model that the run lacks."""
+    for key in ("packing", "share_prompts") if facts.unpacked else ():  # unset, the planner decides
+        if key in config.training.model_fields_set and getattr(config.training, key):
+            raise ConfigError(f"training.{key} = true is refused: {unpacked_rule(facts)}.", "Leave it out.")
+    lacking = [] if config.reward_models else [("reward_model.", "no reward model", "--reward model:DIR")]
+    lacking += [] if config.named_teacher else [("teacher.", "no teacher", "--teacher NAME")]
+    for section, needed, flag in lacking:
+        if idle := [key for key in pins if key.startswith(section)]:
+            raise ConfigError(f"{idle[0]} = {pins[idle[0]]} has no effect: there is {needed}.", f"Name one: {flag}.")
 
 
 def packed_matrix_bytes(facts: ModelFacts) -> float | None:

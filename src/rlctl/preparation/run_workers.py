@@ -124,6 +124,13 @@ class RunWorkers:
         return WeightSync(self.policy, self.senders, self.engines, policy.facts, settings=settings, **options)
 
 
+def _start_alone(engines: WorkerGroup[EpisodeWorker], spec: RunWorkersSpec) -> None:
+    """Start engines that are alone on their devices, and let them sleep where they share them later."""
+    engines.within(spec.limits.start_timeout_s).call(EpisodeWorker.start)
+    if spec.engines is not None and spec.engines.engine.sleeps:
+        engines.held(EpisodeWorker.engine).call(EngineWorker.sleep)
+
+
 @contextlib.contextmanager
 def start_run_workers(
     spec: RunWorkersSpec,
@@ -165,11 +172,9 @@ def start_run_workers(
         ranks, senders = processes.held(PolicyProcess.rank), processes.held(PolicyProcess.sender)
         adapter_senders = processes.held(PolicyProcess.adapter_sender)
         start_s = spec.limits.start_timeout_s
-        if engines is not None and spec.engines is not None and not beside:
+        if engines is not None and not beside:
             doing("starting engines")
-            engines.within(start_s).call(EpisodeWorker.start)
-            if spec.engines.engine.sleeps:
-                engines.held(EpisodeWorker.engine).call(EngineWorker.sleep)
+            _start_alone(engines, spec)
         for scorer in filter(None, (reward, validation)):
             beside[f"starting {scorer.name} scorer"] = scorer.within(start_s).submit(RewardWorker.setup)
         with failing_with(*beside.values()):
