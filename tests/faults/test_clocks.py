@@ -20,6 +20,7 @@ READERS = {
     "doctor/calibrate.py": "the date of a measurement",
     "doctor/host.py": "the age of files",
     "doctor/network.py": "the clocks of nodes are compared",
+    "environments/gateway/server.py": "the date of a reply",
     "telemetry/loggers/mlflow.py": "the date of an event",
     "telemetry/loggers/tensorboard.py": "the date of an event",
 }

@@ -80,7 +80,7 @@ def test_a_text_part_that_other_nodes_may_not_see_ends_a_run_that_converts_nothi
     text = ModelFiles(tmp_path / "home" / "rlctl" / "gemma-text", "gemma", origin=tmp_path / "gemma")
     plan, other = SimpleNamespace(cluster=SimpleNamespace(nodes=2)), ModelFiles(tmp_path / "llama", "llama")
     for source, teacher in ((text, None), (other, SimpleNamespace(files=text))):
-        job: Any = SimpleNamespace(converts=False, base_model=source, teacher=teacher, plan=plan)
+        job: Any = SimpleNamespace(converts=False, base_model=source, teacher=teacher, further_teachers=(), plan=plan)
         with Display(steps=1) as display, pytest.raises(MachineError, match="gemma: other nodes may not see"):
             converted(job, display)
 

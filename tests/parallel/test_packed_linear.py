@@ -13,7 +13,8 @@ from torch import nn
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.clients import only_result
-from rlctl.backends.dtensor.packed_linear import AdaptedPackedLinear, PackedLinear, load_packed, pack_layers
+from rlctl.backends.dtensor.lora import AdaptedPackedLinear
+from rlctl.backends.dtensor.packed_linear import PackedLinear, load_packed, pack_layers
 from rlctl.backends.lookup import policy_backend
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.transformers_model import meta_model

@@ -89,7 +89,7 @@ class Recorder:
     # weight synchronization
     def refit(self, version: int) -> SimpleNamespace:
         self.asked.append(("refit", version))
-        return SimpleNamespace(seconds={}, verified=0)
+        return SimpleNamespace(seconds={}, verified=0, sent_bytes=0)
 
     def to_policy(self) -> None:
         self.asked.append(("to_policy", None))

@@ -11,12 +11,16 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rlctl.backends.messages import SampleResult
+from rlctl.data.chat import EncodedPrompt
 from rlctl.data.image_rows import IN_TEXT
 from rlctl.data.image_sources import MARK
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import LENGTH, MediaPart, Turn
+from rlctl.data.turns import TurnEncoder
+from rlctl.environments.environment_plan import EnvironmentPlan
 from rlctl.environments.gateway.exchange import Answer, Question, RefusedError, ToolCall, episode_over, too_long
 from rlctl.environments.gateway.matching import Answers, conversation_digests
 from rlctl.environments.interface import MODEL, Ask, Message
@@ -25,12 +29,31 @@ from rlctl.environments.tools import without_call
 from rlctl.errors import InputError
 from rlctl.rollouts.episodes import Episode
 from rlctl.rollouts.turn_faults import BITS, JudgedTurn
-
-if TYPE_CHECKING:
-    from rlctl.rollouts.environment_episodes import EnvironmentEpisodes
+from rlctl.settings.rewards import EnvironmentConfig
 
 ENDS_EPISODE = ("abort", "timeout")
 """Stop reasons of a turn that end the episode."""
+
+
+class Play(Protocol):
+    """What an episode's turns need of its environment and limits (`EnvironmentEpisodes`)."""
+
+    @property
+    def limits(self) -> EnvironmentConfig: ...
+    @property
+    def max_length(self) -> int: ...
+    @property
+    def plan(self) -> EnvironmentPlan: ...
+    @property
+    def turns(self) -> TurnEncoder: ...
+
+    def in_known_roles(self, messages: Sequence[Message]) -> list[Message]: ...
+
+    def beginning(
+        self, prompt: Sequence[Message], reply: Reply, row: PromptRow
+    ) -> tuple[EncodedPrompt, Sequence[Message]]: ...
+
+    def judged(self, text: str, read: Sequence[int], *, called: bool, broken: bool) -> JudgedTurn: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +99,7 @@ class SampledTurn:
 class ModelTurns:
     """Answers the requests of one episode: a `ModelEpisode`. `close` writes its turns to the episode."""
 
-    def __init__(self, play: EnvironmentEpisodes, episode: Episode) -> None:
+    def __init__(self, play: Play, episode: Episode) -> None:
         self._play, self._episode = play, episode
         self._turns: list[SampledTurn] = []
         self._known = Answers[SampledTurn]()

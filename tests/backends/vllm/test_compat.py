@@ -149,7 +149,7 @@ def join(name, newer, device, group):
     nccl._unpinned_env, nccl._nccl_has_no_cache = None, lambda: newer
     nccl.pin_nccl_env({"NCCL_PROTO": "Simple", "NCCL_ALGO": "ring,tree;allreduce:tree", "NCCL_MAX_NCHANNELS": "1"})
     worker = WorkerWeights.__new__(WorkerWeights)
-    worker.device, worker.receiver, worker._number, worker.layout = torch.device(device), None, 0, Layout(0, {}, ())
+    worker.device, worker.receiver, worker.number, worker.layout = torch.device(device), None, 0, Layout(0, {}, ())
     end = SimpleNamespace(receiver=lambda *_: seen.update({name: settings()}))
     write.transport = lambda mover: end
     link = Connection("collective", 4096, ("policy rank 0",), ("engine 0 worker 0",), 30.0, group=group)

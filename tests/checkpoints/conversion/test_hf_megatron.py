@@ -411,7 +411,7 @@ BAD = {
     "another activation": (set_config(hidden_act="gelu"), "`hidden_act` is 'gelu', but rlctl computes a llama"),
     "packed by a quantizer": (
         lambda d: change(d, lambda h: h.update({"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2)})),
-        r"quantized in a way that rlctl does not read \(tensor model\.layers\.0\.mlp\.up_proj\.",
+        r"config\.json names no quantization, and tensor model\.layers\.0\.mlp\.up_proj\.",
     ),
     "quantized as it computes": (
         set_config(quantization_config={"quant_method": "bitnet", "quantization_mode": "online"}),

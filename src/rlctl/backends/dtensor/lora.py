@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from rlctl.backends.dtensor.packed_linear import PackedLinear
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.lora_adapter import Adapted, Adapter, first_a, is_excluded, require_kind, takes_adapter
 from rlctl.checkpoints.hf.transformers_model import layers_path
@@ -46,11 +47,20 @@ class AdaptedLinear(Adapted, nn.Linear):
         return self.with_gradients(out, F.linear(input.detach(), self.lora_a))
 
 
+class AdaptedPackedLinear(PackedLinear, AdaptedLinear):
+    """A packed layer with adapters."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.called = True
+        out = PackedLinear.forward(self, input)
+        if self.bare:
+            return out
+        return out + self.scale * F.linear(F.linear(input, self.lora_a), self.lora_b)
+
+
 def adapt(inner: Any, world: DTensorWorld, lora: LoraConfig) -> None:
     """Freeze a model without memory and add adapters to the targets. Raises ConfigError for unsupported or missing
     targets."""
-    from rlctl.backends.dtensor.packed_linear import AdaptedPackedLinear, PackedLinear
-
     inner.requires_grad_(False)
     adapted: dict[type, type] = {nn.Linear: AdaptedLinear, PackedLinear: AdaptedPackedLinear}
     adapters = dict[str, nn.Parameter]()

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlctl.backends.dtensor.lora import AdaptedLinear
 from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.packed_matrix import PackedMatrix
 from rlctl.errors import ConfigError, InputError
@@ -36,22 +35,11 @@ class PackedLinear(nn.Linear):
     def matrix(self) -> PackedMatrix:
         return PackedMatrix(self.bits, self.codes, self.zeros, self.scales)
 
+    bare: bool = False
+    """Whether adapters, which the weight does not contain, are left out."""
+
     def forward(self, input: Tensor) -> Tensor:
         return _Product.apply(input, self.matrix(), self.bias)
-
-
-class AdaptedPackedLinear(PackedLinear, AdaptedLinear):
-    """A packed layer with adapters, which its weight does not contain."""
-
-    bare: bool = False
-    """Whether adapters are left out."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.called = True
-        out = _Product.apply(input, self.matrix(), self.bias)
-        if self.bare:
-            return out
-        return out + self.scale * F.linear(F.linear(input, self.lora_a), self.lora_b)
 
 
 class _Product(torch.autograd.Function):
@@ -119,7 +107,7 @@ def load_packed(inner: nn.Module, directory: Path) -> None:
 @contextlib.contextmanager
 def without_adapters(inner: nn.Module) -> Iterator[None]:
     """Leave adapters out of packed layers in the block."""
-    layers = [layer for layer in packed_layers(inner).values() if isinstance(layer, AdaptedPackedLinear)]
+    layers = list(packed_layers(inner).values())
     for layer in layers:
         layer.bare = True
     try:

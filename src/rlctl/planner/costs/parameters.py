@@ -282,7 +282,7 @@ def _rank_parameters(facts: ModelFacts, stage: Stage, tp: int, ep: int, etp: int
             per_layer = (sizes.split / tp + sizes.whole, sizes.experts / (ep * etp))
             dense, experts = dense + layers * per_layer[0], experts + layers * per_layer[1]
             matrices = hidden_sizes(facts, bool(moe)) if muon else HiddenSizes()
-            in_dense = min(matrices.dense / sizes.dense, 1.0) * per_layer[0]
+            in_dense = min(matrices.dense / sizes.dense, 1.0) * per_layer[0] if muon else 0.0
             hidden = (hidden[0] + layers * in_dense, hidden[1] + layers * matrices.experts / (ep * etp))
             largest = max(largest, sum(per_layer))
     shared = facts.tied_embeddings and stage.embedding and stage.head
