@@ -115,7 +115,7 @@ def evaluate(
     of `task`, `model`, `samples` and `metrics`, whose entries have `value` and `stderr`.
 
     Evaluates the checkpoints of `run_dirs` (of `steps`, or the newest of each), then `models`; without either,
-    `model.name`. `n` is the number of samples of each prompt, `k` lists those of pass@k, `limit` is the
+    `model.name`. `n` is the number of samples of each prompt, `k` lists the k of pass@k, `limit` is the
     number of prompts of each task, and `output` names a file of samples, which a second call goes on with.
 
     Raises InputError for a task or model that is wrong, and NoPlanError where a model does not fit.

@@ -87,7 +87,7 @@ W8A8["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": 
         (settings_of("awq", 4, 128, False) | {"version": "gemv"}, "this is 4 bits in version gemv"),
         (settings_of("gptq", 4, 128, True) | {"sym": False}, "asymmetric GPTQ"),
         (settings_of("gptq", 4, 128, True) | {"desc_act": True}, "desc_act"),
-        (settings_of("gptq", 3, 128, True), "3 bits, of which engines have kernels for 4 and 8"),
+        (settings_of("gptq", 3, 128, True), "3 bits; engines have kernels for 4 and 8 bits"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "eight bits of bitsandbytes round activations"),
         ({"quant_method": "hqq"}, "it reads awq, gptq, compressed-tensors, bitsandbytes, fp8, mxfp4"),
     ],

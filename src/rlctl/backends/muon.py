@@ -216,7 +216,7 @@ class Muon:
         self.step_matrices()
 
     def step_others(self) -> None:
-        """Take the optimizer's own step of those of its parameters that are no hidden matrices."""
+        """Take AdamW's step, of all parameters but hidden matrices."""
         with self._others():
             self._step_others()
 
@@ -290,7 +290,7 @@ class Muon:
         return matrices
 
     def _orthogonalize_whole(self, matrices: dict[int, Tensor]) -> None:
-        """Replace the matrices, those of one shape together."""
+        """Replace each matrix by its orthogonalized one. Matrices of equal shapes are computed in one batch."""
         settings = self._settings
         by_shape = dict[tuple[int, ...], list[int]]()
         for place, matrix in matrices.items():

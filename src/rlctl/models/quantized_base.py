@@ -70,7 +70,7 @@ def _awq(settings: Mapping[str, Any]) -> QuantizedBase:
 def _gptq(settings: Mapping[str, Any]) -> QuantizedBase:
     bits = settings.get("bits")
     for wrong, reason in (
-        (bits not in (4, 8), f"{bits} bits, of which engines have kernels for 4 and 8"),
+        (bits not in (4, 8), f"{bits} bits; engines have kernels for 4 and 8 bits"),
         (settings.get("sym") is not True, "asymmetric GPTQ, which vLLM does not load"),
         (settings.get("desc_act"), "desc_act, an order of the inputs that the trainer does not follow"),
         (settings.get("checkpoint_format", "gptq") != "gptq", f"checkpoint_format {settings.get('checkpoint_format')}"),
