@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rlctl.models.matrices import Matrix, Role
-from rlctl.weights.layout import Box, ParamSpec, Piece, Span, View, meet, view_of
+from rlctl.weights.layout import Box, Layout, ParamSpec, Piece, Span, View, meet, view_of
 
 HIDDEN_ROLES = frozenset(
     {Role.Q, Role.K, Role.V, Role.O, Role.GATE, Role.UP, Role.DOWN, Role.ROUTER}
@@ -52,6 +52,18 @@ def hidden_matrices(matrices: Iterable[Matrix]) -> Iterator[Matrix]:
                 yield replace(matrix, expert=expert, shape=shape, axes=axes, tensor_starts=tuple(starts))
         elif len(matrix.shape) == MATRIX:
             yield matrix
+
+
+def parts_of_params(layout: Layout, matrices: Sequence[Matrix]) -> dict[str, list[MatrixPart]]:
+    """Return the parts of matrices in each parameter of a rank; parts name a matrix by its place in `matrices`."""
+    by_tensor = dict[str, list[tuple[int, Matrix]]]()
+    for place, matrix in enumerate(matrices):
+        by_tensor.setdefault(matrix.tensor, []).append((place, matrix))
+    parts = dict[str, list[MatrixPart]]()
+    for piece in layout.pieces:
+        in_piece = parts_of(piece, layout.params[piece.param], by_tensor.get(piece.tensor, ()))
+        parts.setdefault(piece.param, []).extend(in_piece)
+    return parts
 
 
 def parts_of(piece: Piece, spec: ParamSpec, candidates: Iterable[tuple[int, Matrix]]) -> Iterator[MatrixPart]:

@@ -15,7 +15,7 @@ from rlctl.backends.muon import Divided, Muon
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import Matrix, Role
 from rlctl.weights.dtensor import DTensorWorld
-from rlctl.weights.hidden_matrices import MatrixPart, hidden_matrices, owners_of, parts_of
+from rlctl.weights.hidden_matrices import MatrixPart, hidden_matrices, owners_of, parts_of_params
 
 
 def use_muon(optimizer: Any, spec: PolicySpec, world: DTensorWorld, rank: int, inner: nn.Module) -> None:
@@ -43,14 +43,9 @@ def _matrices(world: DTensorWorld, inner: nn.Module, trained: set[str]) -> Itera
 def _held(
     world: DTensorWorld, rank: int, named: dict[str, nn.Parameter], matrices: list[Matrix]
 ) -> Iterator[tuple[Tensor, list[MatrixPart]]]:
-    layout, by_tensor = world.layout(rank), dict[str, list[tuple[int, Matrix]]]()
-    for place, matrix in enumerate(matrices):
-        by_tensor.setdefault(matrix.tensor, []).append((place, matrix))
-    parts = dict[str, list[MatrixPart]]()
-    for piece in layout.pieces:
-        spec = layout.params[piece.param]
-        parts.setdefault(piece.param, []).extend(parts_of(piece, spec, by_tensor.get(piece.tensor, ())))
-    whole = {piece.param for tensor in by_tensor for piece in world.modules.by_tensor[tensor]}
+    layout = world.layout(rank)
+    parts = parts_of_params(layout, matrices)
+    whole = {piece.param for matrix in matrices for piece in world.modules.by_tensor[matrix.tensor]}
     for name in whole & named.keys():
         assert local_part(named[name]).numel() == layout.params[name].size, name
     # A rank without elements of a parameter leaves its (empty) part to Muon as well.

@@ -14,7 +14,7 @@ from rlctl.backends.megatron.checkpoint import blocks_of_range
 from rlctl.backends.megatron.optimizer import inner_optimizers
 from rlctl.backends.muon import Divided, Muon
 from rlctl.models.matrices import Matrix
-from rlctl.weights.hidden_matrices import MatrixPart, hidden_matrices, owners_of, parts_of
+from rlctl.weights.hidden_matrices import MatrixPart, hidden_matrices, owners_of, parts_of_params
 from rlctl.weights.layout import View
 from rlctl.weights.megatron import MegatronWorld
 
@@ -47,13 +47,7 @@ def _held(
     inner: Any, world: MegatronWorld, rank: int, named: Mapping[str, Tensor], matrices: list[Matrix]
 ) -> Iterator[tuple[Tensor, list[MatrixPart]]]:
     """Yield this rank's range of each parameter, as the inner optimizer has it, and the parts of matrices in it."""
-    layout, by_tensor = world.layout(rank), dict[str, list[tuple[int, Matrix]]]()
-    for place, matrix in enumerate(matrices):
-        by_tensor.setdefault(matrix.tensor, []).append((place, matrix))
-    parts = dict[str, list[MatrixPart]]()
-    for piece in layout.pieces:
-        found = parts_of(piece, layout.params[piece.param], by_tensor.get(piece.tensor, ()))
-        parts.setdefault(piece.param, []).extend(found)
+    parts = parts_of_params(world.layout(rank), matrices)
     for name, param in named.items():
         if parts.get(name) and param in inner.model_param_group_index_map:
             group, order = inner.model_param_group_index_map[param]
