@@ -10,11 +10,19 @@ from dataclasses import dataclass
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
-from rlctl.models.families import FAMILIES, has_file, weights_of
+from rlctl.models.families import has_file, weights_of
 from rlctl.models.matrices import Role
+from rlctl.models.transformers_classes import why_not_built
 
-OVERFLOWS_IN_FLOAT16 = ("gemma3", "Gemma3ForConditionalGeneration", "Gemma2ForCausalLM", "Glm4ForCausalLM")
+OVERFLOWS_IN_FLOAT16 = ("gemma3", "Gemma3ForConditionalGeneration", "Gemma2ForCausalLM", "glm4")
 """Families whose activations are too large for float16, as vLLM knows them (`_FLOAT16_NOT_SUPPORTED_MODELS`)."""
+
+LAYERS_APART = {
+    ".linear_attn.": "layers of a gated delta rule take no packed rows",
+    ".A_log": "state-space layers need mamba-ssm and CUDA",
+}
+"""By a part of a tensor's name, why Megatron-Core's layers of that kind do not train here (0.16.1:
+ssm/gated_delta_net.py and ssm/mamba_mixer.py)."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,9 @@ def lone_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     """Return violations of single sizes by the model, for any number of ranks."""
     rules = (_tensor_problems, _pipeline_problems, _expert_problems)
     problems = [problem for rule in rules for problem in rule(facts, parallel)]
+    if facts.wide_qk_norm and facts.kv_heads % parallel.tp:
+        reason = f"norms over all {facts.kv_heads} KV heads together need KV heads that divide over the ranks"
+        problems.append(Problem("training.tp", reason))
     etp_ignored = facts.moe is not None and parallel.etp > 1 and has_file(facts.family)
     if etp_ignored and Role.EXPERT_DOWN_BIAS in weights_of(facts).roles:
         problems.append(Problem("training.etp", "Megatron-Core cannot split experts that have biases; it must be 1"))
@@ -81,19 +92,31 @@ def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     if facts.vision is not None and parallel.cp > 1:
         reason = "the tokens of an image are not cut over context-parallel ranks; a model that reads images needs 1"
         problems.append(Problem("training.cp", reason))
-    if tp > 1 and facts.listed and not _divides(facts):
+    if tp > 1 and not (has_file(facts.family) or _divides(facts)):
         reason = f"how {facts.family} divides over ranks is not known, because its family has no file in rlctl"
         problems.append(Problem("training.tp", reason))
     elif facts.moe is not None and (width := facts.moe.expert_intermediate) % tp:
         problems.append(Problem("training.tp", f"expert width {width} does not split over {tp} ranks"))
     elif facts.moe is not None and parallel.etp != tp:
         problems.append(Problem("training.etp", f"FSDP2 has experts divided as training.tp = {tp} divides the rest"))
+    elif tp > 1 and has_file(facts.family) and (reason := _computed_whole(facts)):
+        problems.append(Problem("training.tp", reason))
     if facts.vocab % tp:
         problems.append(Problem("training.tp", f"a vocabulary of {facts.vocab:,} does not split over {tp} ranks"))
     if tp > 1 and not parallel.sequence_parallel:
         reason = "the dtensor backend divides matrices with sequence parallelism only"
         problems.append(Problem("training.sequence_parallel", reason))
     return problems
+
+
+def _computed_whole(facts: ModelFacts) -> str:
+    """Return why modules of transformers cannot compute with a part of their weights; empty: they can."""
+    if facts.wide_qk_norm:
+        return f"norms of {facts.family} are over all heads together, and transformers' modules of a rank have some"
+    for tensor, matrices in weights_of(facts).by_tensor.items():
+        if len({matrix.role for matrix in matrices}) > 1 and matrices[0].expert is None:
+            return f"{tensor} has several matrices, which transformers' modules separate by their whole sizes"
+    return ""
 
 
 def _divides(facts: ModelFacts) -> bool:
@@ -149,15 +172,19 @@ def float8_problems(facts: ModelFacts, parallel: ParallelSpec) -> Iterator[Probl
 
 
 def family_problem(facts: ModelFacts, backend: str | None) -> str | None:
-    """Return why `backend` (None: engines) cannot use the family; None: it can."""
-    if has_file(facts.family) or (facts.listed and backend in (None, "dtensor")):
+    """Return why `backend` (None: engines) cannot use the family, as a clause; None: it can."""
+    if has_file(facts.family):
         return None
+    missing = "" if facts.listed else why_not_built(facts.family)
+    if backend in (None, "dtensor"):
+        return f"model.name: rlctl has no file of the family {facts.family}, and {missing}" if missing else None
     if facts.vision is not None:
         return f"model.name: the backend {backend} trains no images of {facts.family}; --backend dtensor does"
-    reason = f"model.name: family {facts.family} has no weight map yet; {', '.join(FAMILIES)} have one"
-    if facts.listed:
-        return f"{reason}. --backend dtensor needs none"
-    return f"{reason}. If its files are here, give --model their directory" if backend == "dtensor" else reason
+    reason = f"model.name: family {facts.family} has no weight map for the backend {backend}"
+    names = [tensor.name for tensor in facts.listed] if backend == "megatron" else []
+    lacking = next((why for part, why in LAYERS_APART.items() if any(part in name for name in names)), "")
+    reason += f", whose {lacking}" if lacking else ""
+    return f"{reason}, and {missing}" if missing else f"{reason}; --backend dtensor needs none"
 
 
 def _head_problems(facts: ModelFacts, tp: int, key: str) -> list[Problem]:

@@ -68,12 +68,13 @@ def facts(config: dict[str, Any]) -> ModelFacts:
         kv_heads=required(config, "num_attention_heads"),
         rope=replace(rope, interleaved=True),
         mla=mla,
-        moe=_moe(config),
+        moe=moe_facts(config),
         mtp_layers=config.get("num_nextn_predict_layers") or 0,
     )
 
 
-def _moe(config: dict[str, Any]) -> MoeFacts:
+def moe_facts(config: dict[str, Any]) -> MoeFacts:
+    """Experts of a configuration with DeepSeek-V3's keys for them."""
     width = required(config, "moe_intermediate_size")
     return MoeFacts(
         experts=required(config, "n_routed_experts", "num_local_experts"),
@@ -92,7 +93,12 @@ def _moe(config: dict[str, Any]) -> MoeFacts:
 
 def weights(facts: ModelFacts) -> ModelWeights:
     """Every matrix and the tensor that holds it."""
-    attention = (*parts.norms(), *latent_attention(facts))
+    return weights_with(facts, latent_attention(facts))
+
+
+def weights_with(facts: ModelFacts, attention: tuple[Weight, ...]) -> ModelWeights:
+    """Every matrix of a model with DeepSeek-V3's experts, and the tensor that holds it."""
+    attention = (*parts.norms(), *attention)
     bias = Weight(Role.EXPERT_BIAS, parts.LAYER + "mlp.gate.e_score_correction_bias", ("experts",))
     shared = parts.shared_experts() if facts.moe and facts.moe.shared_expert_intermediate else ()
     sparse = (*attention, parts.router(), bias, *parts.experts(), *shared)
@@ -136,10 +142,15 @@ def multi_token_prediction() -> tuple[Weight, ...]:
 
 def tiny_like(facts: ModelFacts) -> dict[str, Any]:
     """Attention, routing and further layers of the tiny model are of the same kinds."""
-    moe, mla = facts.moe, facts.mla
+    latent = 64 if facts.mla is not None and facts.mla.q_lora_rank else None
+    return routing_like(facts) | {"q_lora_rank": latent, "rope_interleave": facts.rope.interleaved}
+
+
+def routing_like(facts: ModelFacts) -> dict[str, Any]:
+    """Routing and further layers of the tiny model are of the same kinds."""
+    moe = facts.moe
     assert moe is not None
     return {
-        "q_lora_rank": 64 if mla is not None and mla.q_lora_rank else None,
         "n_group": min(2, moe.groups),
         "topk_group": 1,
         "n_shared_experts": 1 if moe.shared_expert_intermediate else 0,
@@ -147,5 +158,4 @@ def tiny_like(facts: ModelFacts) -> dict[str, Any]:
         "norm_topk_prob": moe.normalize_topk,
         "routed_scaling_factor": moe.scaling,
         "num_nextn_predict_layers": min(1, facts.mtp_layers),
-        "rope_interleave": facts.rope.interleaved,
     }

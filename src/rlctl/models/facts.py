@@ -4,8 +4,10 @@ experts."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, Literal
 
 RopeKind = Literal["default", "llama3", "yarn", "linear", "dynamic"]
 
@@ -19,6 +21,19 @@ class RopeFacts:
     kind: RopeKind = "default"
     scaling: dict[str, float] = field(default_factory=dict, hash=False)
     interleaved: bool = False
+    """Neighbors are rotated as a pair; else the two halves of what is rotated."""
+    share: float = 1.0
+    """Share of each head that is rotated, from its beginning on (transformers' `partial_rotary_factor`)."""
+
+    def width(self, head_dim: int) -> int:
+        """Elements of a head that are rotated."""
+        return int(head_dim * self.share)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Itself in the form of transformers' configurations."""
+        partial = {} if self.share == 1 else {"partial_rotary_factor": self.share}
+        return {"rope_type": self.kind, "rope_theta": self.theta, **self.scaling, **partial}
 
     @property
     def attention_factor(self) -> float:
@@ -148,6 +163,9 @@ class ModelFacts:
     norm_eps: float = 1e-6
     qkv_bias: bool = False
     qk_norm: bool = False
+    """Queries and keys have norms."""
+    wide_qk_norm: bool = False
+    """These norms are over all heads together, and not over each head."""
     activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"
     """The gate's; `quick_gelu` is x * sigmoid(1.702 x)."""
     glu_limit: float | None = None
@@ -156,8 +174,12 @@ class ModelFacts:
     """Added to the up-projection before the product (gpt-oss: 1)."""
     attention_scale: float | None = None
     """Factor of query-key products; None: head_dim ** -0.5."""
-    scaled_embeddings: bool = False
-    """Embeddings are multiplied by the root of the hidden size (Gemma)."""
+    embedding_scale: float = 1.0
+    """Factor of embeddings (Gemma: the root of the hidden size)."""
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the hidden states (Granite)."""
+    logits_scale: float = 1.0
+    """Logits are divided by it (Granite)."""
     rope: RopeFacts = RopeFacts()
     window_rope: RopeFacts | None = None
     """Rotary embedding of windowed layers; None: the other layers'."""
@@ -184,6 +206,16 @@ class ModelFacts:
     quantized: QuantizedBase | None = None
     """How linear layers are packed; None: weights are published as numbers."""
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, part.name) for part in fields(self)))
+
+    def __hash__(self) -> int:
+        return self._hash  # a plan's caches ask for it a million times
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}  # other processes have others
+
     @property
     def text_vocab(self) -> int:
         """Smallest image token; lower numbers are text."""
@@ -199,3 +231,12 @@ class ModelFacts:
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.moe.dense_layers
+
+
+def architectures(facts: Iterable[ModelFacts]) -> list[ModelFacts]:
+    """Return the different ones of the facts of several models, in their order."""
+    distinct = list[ModelFacts]()
+    for each in facts:
+        if each not in distinct:
+            distinct.append(each)
+    return distinct

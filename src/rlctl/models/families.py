@@ -15,19 +15,19 @@ from rlctl.config.plugins import EntryPointGroup, find_plugin, load_plugin, plug
 from rlctl.errors import InputError, RlctlError
 from rlctl.models import other_families
 from rlctl.models.facts import ModelFacts
-from rlctl.models.hf_config import OWN_FILE, completed
+from rlctl.models.hf_config import OWN_FILE, completed, refuse
 from rlctl.models.matrices import ModelWeights
+from rlctl.models.transformers_classes import why_not_built
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "deepseek_v3", "gemma3", "gpt_oss")
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "deepseek_v3", "gemma3", "gpt_oss", "smollm3",
+    "seed_oss", "granite", "phi3", "glm4", "glm4_moe", "olmo2", "olmo3", "olmoe", "minimax_m2", "ernie4_5",
+    "glm4_moe_lite",
+)  # fmt: skip
 """Files of this folder with `PARTS`. An installed package adds families in the entry-point group `rlctl.families`."""
 GROUP: EntryPointGroup = "rlctl.families"
 PARTS = ("ARCHITECTURES", "DEFAULTS", "TINY", "FULL", "facts", "weights")
-"""Names that a family file defines (`Family` has their meaning); `tiny_like` is optional."""
-
-
-BIASES = {"LlamaForCausalLM": ("attention_bias", "mlp_bias"), "Qwen3ForCausalLM": ("attention_bias",)}
-"""Keys that give an architecture biases missing in its file (Bielik, Qwen2.5 saved as a Llama); such a model counts as
-one without a file."""
+"""Names that a family file defines (`Family` has their meaning); `tiny_like`, `UNMAPPED` and `covers` are optional."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,15 @@ class Family:
     """Values that differ from `defaults`, as far as the file takes others, for tests."""
     tiny_like: Callable[[ModelFacts], dict[str, Any]]
     """Keys of a tiny model's config.json that follow the model in whose place it stands."""
+    unmapped: tuple[str, ...] = ()
+    """Keys for weights or computations that are not in the file, such as biases. A model that sets one counts as one
+    without a file."""
+    covers: Callable[[dict[str, Any]], bool] = lambda config: True
+    """Whether the file is for a model of one of its architectures, beyond `unmapped`."""
+
+    def takes(self, config: dict[str, Any]) -> bool:
+        """Return whether the file is for a model of one of its architectures."""
+        return not any(config.get(key) for key in self.unmapped) and self.covers(config)
 
     @classmethod
     def of(cls, name: str, file: Any) -> Family:
@@ -55,7 +64,9 @@ class Family:
                 f"The file of the model family {name!r} has no `{missing[0]}`.", "docs/adding_a_model.md has its form."
             )
         like = getattr(file, "tiny_like", lambda facts: {})
-        return cls(name, file.ARCHITECTURES, file.DEFAULTS, file.facts, file.weights, file.TINY, file.FULL, like)
+        optional = {"unmapped": getattr(file, "UNMAPPED", ()), "covers": getattr(file, "covers", cls.covers)}
+        values = (file.ARCHITECTURES, file.DEFAULTS, file.facts, file.weights, file.TINY, file.FULL, like)
+        return cls(name, *values, **optional)
 
 
 @cache
@@ -113,7 +124,9 @@ def family_of_config(config: dict[str, Any]) -> Family:
     names = [a for f in families() for a in f.architectures]
     near = difflib.get_close_matches(name, names, 1, 0.0)
     hint = f"Nearest known: {near[0]}. docs/adding_a_model.md adds a family in one file."
-    raise InputError(f"Unknown architecture `{name}`.", hint)
+    missing = why_not_built(name)
+    because = f": rlctl has no file of its family, and {missing}" if missing else ""
+    raise InputError(f"Unknown architecture `{name}`{because}.", hint)
 
 
 OTHER_SENSES = ("vision_config", "audio_config", "vision_tower", "visual", "mm_vision_tower", "thinker_config")
@@ -142,9 +155,11 @@ OTHER_HEADS = re.compile(
 
 def writes_nothing(config: dict[str, Any]) -> bool:
     """Return whether a configuration has no language-model head. Remote code may have one under a body's name."""
-    own = config.get("auto_map")
+    remote_code = config.get("auto_map")
     named = _architectures(config)
-    return any(map(OTHER_HEADS.search, named)) and not (isinstance(own, dict) and "AutoModelForCausalLM" in own)
+    return any(map(OTHER_HEADS.search, named)) and not (
+        isinstance(remote_code, dict) and "AutoModelForCausalLM" in remote_code
+    )
 
 
 def other_architecture(config: dict[str, Any]) -> str | None:
@@ -152,16 +167,18 @@ def other_architecture(config: dict[str, Any]) -> str | None:
     named = _architectures(config)
     if len(named) != 1 or config.get("is_encoder_decoder") or sees(config) or writes_nothing(config):
         return None
-    if any(config.get(key) for key in BIASES.get(named[0], ())):
-        return named[0]
-    return named[0] if family_of(named) is None else None
+    model_family = family_of(named)
+    return None if model_family is not None and model_family.takes(config) else named[0]
 
 
 def facts_from_hf_config(config: dict[str, Any]) -> ModelFacts:
     """Return the facts of a Hugging Face `config.json`, with defaults for missing keys."""
     try:
-        known = family_of_config(config)
-        return known.facts(completed(config, known.defaults))
+        model_family = family_of_config(config)
+        for key in model_family.unmapped:
+            reason = f"the file of the family {model_family.name} does not map it."
+            refuse(bool(config.get(key)), f"{key}: {config.get(key)}", reason)
+        return model_family.facts(completed(config, model_family.defaults))
     except RlctlError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError) as error:

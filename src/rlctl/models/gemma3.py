@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rlctl.errors import InputError
 from rlctl.models import parts
-from rlctl.models.facts import ModelFacts, RopeFacts
-from rlctl.models.hf_config import OWN_FILE, base_facts, refuse, rope_of
+from rlctl.models.facts import ModelFacts
+from rlctl.models.hf_config import base_facts, full_layers, refuse, required, ropes_by_kind
 from rlctl.models.matrices import ModelWeights, Role, Weight
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
@@ -39,42 +38,19 @@ def facts(config: dict[str, Any]) -> ModelFacts:
         refuse(config.get(key) is not None, key, "no published Gemma 3 caps logits.")
     mutual = bool(config.get("use_bidirectional_attention"))
     refuse(mutual, "use_bidirectional_attention: true", "rlctl trains causal models.")
-    full, windowed = _ropes(config)
+    full, windowed = ropes_by_kind(config, "Gemma 3", config["rope_theta"], config["rope_local_base_freq"])
     return base_facts(
         "gemma3",
         config,
         rope=full,
         window_rope=windowed,
         attention_scale=float(config["query_pre_attn_scalar"]) ** -0.5,
-        scaled_embeddings=True,
+        embedding_scale=required(config, "hidden_size") ** 0.5,
         qk_norm=True,
         activation="gelu_tanh",
         sliding_window=config.get("sliding_window"),
         full_attention_layers=full_layers(config),
     )
-
-
-def _ropes(config: dict[str, Any]) -> tuple[RopeFacts, RopeFacts]:
-    given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    if other := given.keys() - {"full_attention", "sliding_attention"}:
-        why = f"Gemma 3 has `full_attention` and `sliding_attention` in it, and `{min(other)}` would not be read"
-        raise InputError(f"config.json: rope_parameters: {why}.", OWN_FILE)
-    # transformers looks for the type of `rope_scaling` under its newer name alone
-    full = (given.get("full_attention") or {"rope_type": "default"}) | scaling
-    windowed = given.get("sliding_attention") or {}
-    uncut = False in (full.get("truncate"), windowed.get("truncate"))
-    refuse(uncut, "truncate: false", "transformers does not read it in a Gemma 3.")
-    positions = config["max_position_embeddings"]
-    return rope_of(full, config["rope_theta"], positions), rope_of(windowed, config["rope_local_base_freq"], positions)
-
-
-def full_layers(config: dict[str, Any]) -> tuple[int, ...]:
-    """Layers without the window, from `layer_types` or the pattern that older configurations give."""
-    types = config.get("layer_types")
-    if types:
-        return tuple(i for i, kind in enumerate(types) if kind == "full_attention")
-    every = config["sliding_window_pattern"]
-    return tuple(i for i in range(config["num_hidden_layers"]) if (i + 1) % every == 0)
 
 
 def weights(facts: ModelFacts) -> ModelWeights:

@@ -51,9 +51,15 @@ def completed(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any
     return {key: value for key, value in (defaults | values).items() if value is not None}
 
 
-def rope_facts(config: dict[str, Any]) -> RopeFacts:
+def rope_kind(config: dict[str, Any]) -> str:
+    """Return the type of the rotary embedding, of those without one for each kind of layer."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return scaling.get("rope_type", scaling.get("type", "default"))
+
+
+def rope_facts(config: dict[str, Any], *, partial: bool = False) -> RopeFacts:
     """Return the rotary embedding as transformers 5 reads it: `rope_scaling` replaces `rope_parameters`, and top-level
-    keys fill gaps."""
+    keys fill gaps. `partial`: the model type may rotate a share of each head."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if kinds := [key for key, value in scaling.items() if isinstance(value, dict)]:
         raise InputError(
@@ -62,12 +68,14 @@ def rope_facts(config: dict[str, Any]) -> RopeFacts:
         )
     if original := config.get("original_max_position_embeddings"):
         scaling = scaling | {"original_max_position_embeddings": original}
-    if partial := config.get("partial_rotary_factor"):
-        scaling = {"partial_rotary_factor": partial} | scaling
-    return rope_of(scaling, config.get("rope_theta"), config.get("max_position_embeddings"))
+    if share := config.get("partial_rotary_factor"):
+        scaling = {"partial_rotary_factor": share} | scaling
+    return rope_of(scaling, config.get("rope_theta"), config.get("max_position_embeddings"), partial=partial)
 
 
-def rope_of(given: dict[str, Any], theta: float | None, positions: int | None = None) -> RopeFacts:
+def rope_of(
+    given: dict[str, Any], theta: float | None, positions: int | None = None, *, partial: bool = False
+) -> RopeFacts:
     """Return a rotary embedding; `theta`: default base, `positions`: default original length of scalings."""
     kind, legacy = given.get("rope_type", given.get("type", "default")), given.get("type")
     listed_kind: RopeKind | None = next((name for name in get_args(RopeKind) if name == kind), None)
@@ -80,9 +88,9 @@ def rope_of(given: dict[str, Any], theta: float | None, positions: int | None = 
         raise InputError(
             "config.json has rope type `dynamic` with `alpha`.", "Models of HunYuan alone are known to have it."
         )
-    if (partial := given.get("partial_rotary_factor", 1)) != 1:
+    if (share := given.get("partial_rotary_factor", 1)) != 1 and not partial:
         reason = "transformers rotates whole heads of this model type, and vLLM a part"
-        raise InputError(f"config.json says partial_rotary_factor: {partial}: {reason}.", OWN_FILE)
+        raise InputError(f"config.json says partial_rotary_factor: {share}: {reason}.", OWN_FILE)
     given = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
     if listed_kind in ("llama3", "yarn") and positions:
         given = {"original_max_position_embeddings": positions} | given
@@ -90,7 +98,33 @@ def rope_of(given: dict[str, Any], theta: float | None, positions: int | None = 
     scaling = {k: float(v) for k, v in given.items() if k not in ROPE_TEXT_KEYS and isinstance(v, int | float)}
     if lacking := [key for key in ROPE_NEEDS.get(listed_kind, ()) if key not in scaling]:
         raise InputError(f"config.json: rope type `{kind}` lacks `{lacking[0]}`.", OWN_FILE)
-    return RopeFacts(theta=theta, kind=listed_kind, scaling=scaling if kind != "default" else {})
+    scaling = scaling if kind != "default" else {}
+    return RopeFacts(theta=theta, kind=listed_kind, scaling=scaling, share=float(share))
+
+
+def ropes_by_kind(config: dict[str, Any], title: str, theta: float, window_theta: float) -> tuple[RopeFacts, RopeFacts]:
+    """Return the rotary embeddings of layers without and with a window, of models that have two: `rope_scaling` is of
+    the former. `theta`, `window_theta`: default bases."""
+    given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if other := given.keys() - {"full_attention", "sliding_attention"}:
+        reason = f"{title} has `full_attention` and `sliding_attention` in it, and `{min(other)}` would not be read"
+        raise InputError(f"config.json: rope_parameters: {reason}.", OWN_FILE)
+    # transformers looks for the type of `rope_scaling` under its newer name alone
+    full = (given.get("full_attention") or {"rope_type": "default"}) | scaling
+    windowed = given.get("sliding_attention") or {}
+    uncut = False in (full.get("truncate"), windowed.get("truncate"))
+    refuse(uncut, "truncate: false", f"transformers does not read it in {title}.")
+    positions = config["max_position_embeddings"]
+    return rope_of(full, theta, positions), rope_of(windowed, window_theta, positions)
+
+
+def full_layers(config: dict[str, Any]) -> tuple[int, ...]:
+    """Layers without the window, from `layer_types` or the pattern that older configurations give."""
+    types = config.get("layer_types")
+    if types:
+        return tuple(i for i, kind in enumerate(types) if kind == "full_attention")
+    every = config["sliding_window_pattern"]
+    return tuple(i for i in range(config["num_hidden_layers"]) if (i + 1) % every == 0)
 
 
 def replaced_positions(config: dict[str, Any], most: int | None, scaling: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlctl.models import parts
 from rlctl.models.facts import ModelFacts
-from rlctl.models.hf_config import base_facts, refuse
+from rlctl.models.hf_config import base_facts
 from rlctl.models.matrices import ModelWeights
 
 ARCHITECTURES = ("LlamaForCausalLM",)
@@ -16,12 +16,12 @@ TINY: dict[str, Any] = {}
 """Keys of a tiny model's config.json beyond a tiny Llama's."""
 FULL: dict[str, Any] = {}
 """Values that differ from the defaults, for tests."""
+UNMAPPED = ("attention_bias", "mlp_bias")
+"""Keys of models that were saved as a Llama (Bielik, Qwen2.5)."""
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:
     """Facts of a `LlamaForCausalLM` configuration (either spelling of its rope scaling)."""
-    for key in ("attention_bias", "mlp_bias"):
-        refuse(bool(config.get(key)), f"{key}: true", "this file does not map these biases.")
     return base_facts("llama", config)
 
 

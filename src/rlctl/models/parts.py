@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlctl.models.facts import ModelFacts
-from rlctl.models.matrices import Role, Weight
+from rlctl.models.matrices import MatrixInTensor, Role, Weight
 
 LAYER = "model.layers.{layer}."
 
@@ -24,9 +24,25 @@ def attention(facts: ModelFacts) -> tuple[Weight, ...]:
     if facts.qkv_bias:
         weights += [Weight(bias, f"{prefix}{role.value}_proj.bias", (dim,)) for role, bias, dim in rows]
     if facts.qk_norm:
-        weights += [Weight(Role.Q_NORM, prefix + "q_norm.weight", ("head_dim",))]
-        weights += [Weight(Role.K_NORM, prefix + "k_norm.weight", ("head_dim",))]
+        of_q, of_k = ("q", "kv") if facts.wide_qk_norm else ("head_dim", "head_dim")
+        weights += [Weight(Role.Q_NORM, prefix + "q_norm.weight", (of_q,))]
+        weights += [Weight(Role.K_NORM, prefix + "k_norm.weight", (of_k,))]
     return (*weights, Weight(Role.O, prefix + "o_proj.weight", ("hidden", "o")))
+
+
+def fused_attention() -> tuple[Weight, ...]:
+    """Grouped-query attention whose q, k and v are rows of one tensor."""
+    whole, prefix = ("q+2*kv", "hidden"), LAYER + "self_attn."
+    rows = ((Role.Q, "q", "0"), (Role.K, "kv", "q"), (Role.V, "kv", "q+kv"))
+    return (
+        *(Weight(role, prefix + "qkv_proj.weight", (dim, "hidden"), _rows(whole, first)) for role, dim, first in rows),
+        Weight(Role.O, prefix + "o_proj.weight", ("hidden", "o")),
+    )
+
+
+def _rows(whole: tuple[str, ...], first: str) -> MatrixInTensor:
+    """The rows of a matrix from `first` on."""
+    return MatrixInTensor(whole, (0, 1), (first, "0"))
 
 
 def norms() -> tuple[Weight, ...]:
@@ -41,6 +57,16 @@ def dense_mlp() -> tuple[Weight, ...]:
     return (
         Weight(Role.GATE, LAYER + "mlp.gate_proj.weight", ("ffn", "hidden")),
         Weight(Role.UP, LAYER + "mlp.up_proj.weight", ("ffn", "hidden")),
+        Weight(Role.DOWN, LAYER + "mlp.down_proj.weight", ("hidden", "ffn")),
+    )
+
+
+def fused_mlp() -> tuple[Weight, ...]:
+    """Gated MLP whose gate and up are rows of one tensor."""
+    whole, name = ("2*ffn", "hidden"), LAYER + "mlp.gate_up_proj.weight"
+    return (
+        Weight(Role.GATE, name, ("ffn", "hidden"), _rows(whole, "0")),
+        Weight(Role.UP, name, ("ffn", "hidden"), _rows(whole, "ffn")),
         Weight(Role.DOWN, LAYER + "mlp.down_proj.weight", ("hidden", "ffn")),
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlctl.checkpoints.hf.reward_models import SCORE, scorer_class
 from rlctl.config.files import write_json
-from rlctl.models.facts import ModelFacts, RopeFacts
+from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config, families, weights_of
 from rlctl.models.families import family as known_family
 
@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
 }
 """Keys beyond a tiny Llama's, for variants of it."""
-FAMILIES: dict[str, dict[str, Any]] = {known.name: known.tiny for known in families()} | VARIANTS
+FAMILIES: dict[str, dict[str, Any]] = {family.name: family.tiny for family in families()} | VARIANTS
 
 
 def write_tiny_family(directory: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:
@@ -88,8 +88,8 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], centred
 def tiny_config(facts: ModelFacts, *, layers: int = 2, vocab: int = VOCAB_SIZE) -> dict[str, Any]:
     """Return the configuration of a model of the family of `facts`, with attention, experts and rotary embeddings of
     the same kinds."""
-    own = known_family(facts.family)
-    config = llama_config(tied=facts.tied_embeddings) | own.tiny
+    model_family = known_family(facts.family)
+    config = llama_config(tied=facts.tied_embeddings) | model_family.tiny
     config |= {
         "num_hidden_layers": layers,
         "vocab_size": vocab,
@@ -104,18 +104,13 @@ def tiny_config(facts: ModelFacts, *, layers: int = 2, vocab: int = VOCAB_SIZE) 
         config["sliding_window"] = min(64, facts.sliding_window)
     if "layer_types" in config:
         config["layer_types"] = [config["layer_types"][layer % 2] for layer in range(layers)]
-    config["rope_parameters"] = rope_parameters(facts.rope)
+    config["rope_parameters"] = facts.rope.parameters
     if facts.window_rope is not None:
-        windowed = rope_parameters(facts.window_rope)
+        windowed = facts.window_rope.parameters
         config["rope_parameters"] = {
             "full_attention": config["rope_parameters"], "sliding_attention": windowed
         }  # fmt: skip
-    return config | own.tiny_like(facts)
-
-
-def rope_parameters(rope: RopeFacts) -> dict[str, Any]:
-    """Return a rotary embedding in the form of transformers' configurations."""
-    return {"rope_type": rope.kind, "rope_theta": rope.theta, **rope.scaling}
+    return config | model_family.tiny_like(facts)
 
 
 def llama_config(*, tied: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A model family: SmolLM3, which is Llama with layers without rotary embedding."""
+"""SmolLM3: Llama's weights, without rotary embedding in every fourth layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from rlctl.models import llama
 from rlctl.models.facts import ModelFacts
-from rlctl.models.hf_config import base_facts, refuse, required
+from rlctl.models.hf_config import base_facts, required
 
 ARCHITECTURES = ("SmolLM3ForCausalLM",)
 DEFAULTS = {
@@ -18,12 +18,12 @@ TINY = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_ro
 """Keys of a tiny model's config.json beyond a tiny Llama's."""
 FULL = {"no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": False}
 """Values that differ from the defaults, for tests."""
+UNMAPPED = ("attention_bias", "mlp_bias", "use_sliding_window")
+"""Keys that no published SmolLM3 sets."""
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:
     """Facts of a `SmolLM3ForCausalLM` configuration."""
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        refuse(bool(config.get(key)), f"{key}: true", "no published SmolLM3 has it.")
     layers, every = required(config, "num_hidden_layers"), config["no_rope_layer_interval"]
     rotary = config.get("no_rope_layers") or [(layer + 1) % every for layer in range(layers)]  # 0: none
     return base_facts("smollm3", config, no_rope_layers=tuple(layer for layer in range(layers) if not rotary[layer]))
