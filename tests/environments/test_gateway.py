@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
-import anthropic
-import openai
 import pytest
 
 from rlctl.environments.gateway import server
@@ -45,6 +43,8 @@ class Scripted:
 
 def test_clients_of_openai_and_anthropic_read_every_reply() -> None:
     """The packages' own models are the schema: what they parse has the fields and values that they declare."""
+    import anthropic  # here: with openai it takes as long as all that the other test files import
+    import openai
 
     async def asked() -> None:
         gateway, episode = Gateway(), Scripted()
@@ -77,6 +77,8 @@ def test_clients_of_openai_and_anthropic_read_every_reply() -> None:
 
 
 def test_clients_ask_again_for_what_is_refused_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import openai
+
     async def asked() -> None:
         gateway, episode = Gateway(), Scripted()
         address = await gateway.open(episode)
@@ -101,6 +103,8 @@ def test_clients_ask_again_for_what_is_refused_for_a_moment(monkeypatch: pytest.
 
 
 def test_a_key_is_a_bearer_token_a_header_or_part_of_the_address() -> None:
+    import openai
+
     async def asked() -> None:
         gateway = Gateway()
         address = await gateway.open(Scripted())

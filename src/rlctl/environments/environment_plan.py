@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
@@ -13,6 +13,7 @@ from rlctl.config.user_code import UserCode, is_reference
 from rlctl.environments.adapters import ADAPTERS
 from rlctl.environments.builtin import BUILT_IN
 from rlctl.environments.interface import Agent, Environment
+from rlctl.environments.sandboxes import SandboxPlan
 from rlctl.environments.tools import schema_of
 from rlctl.errors import InputError, suggest
 from rlctl.processes.child import shell_variables
@@ -34,6 +35,8 @@ class EnvironmentPlan:
     tools: tuple[UserCode, ...]
     """User functions that the model may call."""
     memory_gib: float
+    sandbox: SandboxPlan
+    """Where programs run."""
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
     """JSON schemas of the tools, by name."""
     form: str = "hermes"
@@ -71,6 +74,14 @@ class LoadedEnvironment:
     def __init__(self, plan: EnvironmentPlan, kind: type, functions: dict[str, Callable[..., Any]]) -> None:
         self.plan, self.kind, self.functions = plan, kind, functions
         runs = issubclass(kind, Agent)
+        if plan.sandbox.words and not (runs and kind.sandboxed):
+            raise InputError(
+                f"environment.sandbox = {plan.sandbox.words[0]} is for programs, and environment {plan.label!r} starts "
+                "none in a sandbox.",
+                "Leave it out. The environments program, verifiers and harbor have sandboxes.",
+            )
+        plan = self.plan = replace(plan, sandbox=plan.sandbox.of_containers()) if runs and kind.containers else plan
+        plan.sandbox.kind.require(plan.sandbox)
         methods = [] if runs else list(getattr(kind, "tools", ()))
         self.steps = runs or (kind is not Environment and getattr(kind, "step", None) not in (None, Environment.step))
         if not self.steps and not methods and kind is not Environment:
@@ -110,4 +121,6 @@ def plan_environment(config: EnvironmentConfig) -> EnvironmentPlan:
         hint = suggest(name, names) or f"Environments are {', '.join(names)} and path/to/file.py:Class."
         raise InputError(f"Unknown environment {name!r} (--env).", hint)
     tools = tuple(UserCode.read(tool, "Tool") for tool in config.tools)
-    return EnvironmentPlan(name, dict(config.params), code, tools, config.memory_gib, variables=shell_variables())
+    return EnvironmentPlan(
+        name, dict(config.params), code, tools, config.memory_gib, SandboxPlan.of(config), variables=shell_variables()
+    )

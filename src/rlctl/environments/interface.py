@@ -32,12 +32,13 @@ or written differently:
   episode. A class that has neither `step` nor `tools` offers all its public methods.
 - `get_reward(self)`, optional, is called at the end; its value is added to the rewards of the steps.
 - `Step.ask` says all that the model is to read next, where an environment decides on the whole conversation.
-- A class derived from `Agent` has `run` instead: it asks the model over HTTP, as programs do.
+- A class derived from `Agent` has `run` instead: it asks the model over HTTP, as programs do. It starts programs by
+  `self.sandbox.run`.
 - `close(self)` ends the episode; it is called also where that failed.
 - `prepare(cls, **params)`, a class method, does once what all episodes need, such as reading an index: the processes of
   episodes are forked from the one that called it. A text that it returns is shown before the run.
 
-An error in a method ends the rollout as `reward.on_error` says, and never the run.
+An error in a method ends the rollout as `reward.on_error` says, and never the run; a tool raises `Failure` for this.
 """
 
 from __future__ import annotations
@@ -45,10 +46,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlctl.environments.sandboxes import Sandbox
 
 Message = dict[str, Any]
 """A chat message with `role` and `content`."""
+
+
+class Failure(Exception):
+    """Raised by a tool that failed for a reason that is not the model's, such as a server that is down. The episode
+    then counts as failed; the model reads other exceptions of a tool."""
 
 
 def is_cut(message: Message) -> bool:
@@ -117,6 +126,13 @@ class ModelAddress:
 
 class Agent(ABC):
     """The base class of environments that ask the model over HTTP, with any client."""
+
+    sandboxed: bool = False
+    """Whether all programs that it starts run in `sandbox`, which `environment.sandbox` chooses."""
+    containers: bool = False
+    """Whether `sandbox` has to be a container."""
+    sandbox: Sandbox
+    """The episode's sandbox, during `run`."""
 
     @abstractmethod
     async def run(self, row: Mapping[str, Any], seed: int, model: ModelAddress) -> Mapping[str, Any]:

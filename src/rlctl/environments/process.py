@@ -10,10 +10,12 @@ import contextlib
 import os
 import pickle
 import resource
+import secrets
 import signal
 import socket
 import struct
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -24,8 +26,10 @@ import psutil
 
 from rlctl.environments.environment_plan import EnvironmentPlan, LoadedEnvironment
 from rlctl.environments.running_episode import RunningEpisode
+from rlctl.environments.sandboxes import SandboxError
 from rlctl.errors import RlctlError, first_line
 from rlctl.processes.child import Server
+from rlctl.processes.owned_folder import REMOVE, OwnedFolder
 from rlctl.processes.supervision import adopt_orphans, kill_tree
 
 R = TypeVar("R")
@@ -38,7 +42,14 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 class EpisodeFailedError(Exception):
-    """An environment raised, hung or died."""
+    """An environment raised, hung or died. `reason` as in `EpisodeFailure`."""
+
+    def __init__(self, message: str, reason: str = "raised") -> None:
+        super().__init__(message, reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class EnvironmentHost:
@@ -46,11 +57,14 @@ class EnvironmentHost:
 
     def __init__(self, plan: EnvironmentPlan) -> None:
         self.plan, self._begun = plan, 0
+        self._folder: OwnedFolder | None = None
         self._server = Server(serve, f"the environment {plan.label}")
 
     def start(self) -> None:
         """Start the server that forks episodes. Raises errors of importing the environment."""
-        self._server.start(self.plan, {**self.plan.variables, **ENVIRONMENT})
+        if self._folder is None:
+            self._folder = OwnedFolder(Path(tempfile.gettempdir(), f"rlctl-episodes-{secrets.token_hex(8)}"))
+        self._server.start((self.plan, self._folder.folder), {**self.plan.variables, **ENVIRONMENT})
 
     def begin(self) -> Session:
         ours, theirs = socket.socketpair()
@@ -77,6 +91,9 @@ class EnvironmentHost:
 
     def close(self) -> None:
         self._server.close()
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
 
 
 class Session:
@@ -89,9 +106,9 @@ class Session:
         try:
             return await asyncio.wait_for(self._asked((method, arguments)), timeout_s)
         except TimeoutError:
-            raise EpisodeFailedError(f"{method.__name__} took longer than {timeout_s:g} s") from None
+            raise EpisodeFailedError(f"{method.__name__} took longer than {timeout_s:g} s", "timeout") from None
         except (EOFError, ConnectionError):
-            raise EpisodeFailedError(f"its process died in {method.__name__}") from None
+            raise EpisodeFailedError(f"its process died in {method.__name__}", "died") from None
 
     async def _asked(self, request: object) -> Any:
         await _send(self._socket, request)
@@ -125,11 +142,12 @@ async def _read(connection: socket.socket, length: int) -> bytes:
     return bytes(data)
 
 
-def serve(connection: Connection, plan: EnvironmentPlan) -> None:
+def serve(connection: Connection, plan_and_folder: tuple[EnvironmentPlan, Path]) -> None:
     """Fork the processes of episodes from this one, until the connection to the engine's worker ends."""
+    plan, folder = plan_and_folder
     loaded = plan.load()
     adopt_orphans()
-    processes = EpisodeProcesses(loaded, connection)
+    processes = EpisodeProcesses(loaded, connection, folder)
     connection.send(None)
     while True:
         if connection.poll(LOOK_S):
@@ -139,10 +157,10 @@ def serve(connection: Connection, plan: EnvironmentPlan) -> None:
 
 
 class EpisodeProcesses:
-    """The processes of episodes, by the number of the episode."""
+    """The processes of episodes, by the number of the episode. An episode's folder in `folder` goes with it."""
 
-    def __init__(self, loaded: LoadedEnvironment, connection: Connection) -> None:
-        self._loaded, self._connection = loaded, connection
+    def __init__(self, loaded: LoadedEnvironment, connection: Connection, folder: Path) -> None:
+        self._loaded, self._connection, self._folder = loaded, connection, folder
         self._pids: dict[int, int] = {}
         self._kept = {child.pid for child in psutil.Process().children()}  # started by the environment's `prepare`
 
@@ -152,26 +170,28 @@ class EpisodeProcesses:
         sys.stdout.flush()
         if (pid := os.fork()) == 0:
             self._connection.close()
-            _play(self._loaded, socket.socket(fileno=handle))
+            _play(self._loaded, self._folder / str(number), socket.socket(fileno=handle))
         os.close(handle)
         self._pids[number] = pid
 
     def end(self, number: int) -> None:
         if (pid := self._pids.pop(number, None)) is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                kill_tree(psutil.Process(pid))
+            kill_tree(pid)
+        if (folder := self._folder / str(number)).exists():
+            self._kept.add(os.posix_spawnp("sh", ["sh", "-c", REMOVE, str(folder)], {"PATH": os.defpath}))
 
     def clear_up(self) -> None:
         """Reap ended processes, and end orphans of episodes."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 self._pids = {number: pid for number, pid in self._pids.items() if pid != ended[0]}
+                self._kept.discard(ended[0])
                 for child in psutil.Process().children():
                     if child.pid not in self._kept.union(self._pids.values()):
-                        kill_tree(child)
+                        kill_tree(child.pid)
 
 
-def _play(loaded: LoadedEnvironment, connection: socket.socket) -> None:
+def _play(loaded: LoadedEnvironment, folder: Path, connection: socket.socket) -> None:
     os.setsid()
     adopt_orphans()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -181,16 +201,16 @@ def _play(loaded: LoadedEnvironment, connection: socket.socket) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")  # short of memory, the kernel ends it before the engine
     status = 1
     try:
-        asyncio.run(_serve(loaded, connection))
+        asyncio.run(_serve(RunningEpisode(loaded, folder), loaded.plan, connection))
         status = 0
     finally:
         sys.stdout.flush()
         os._exit(status)  # skip the exit handlers and buffers of the server
 
 
-async def _serve(loaded: LoadedEnvironment, connection: socket.socket) -> None:
+async def _serve(episode: RunningEpisode, plan: EnvironmentPlan, connection: socket.socket) -> None:
     connection.setblocking(False)
-    episode, process = RunningEpisode(loaded), os.getpid()
+    process = os.getpid()
     while True:
         try:
             method, arguments = await _receive(connection)
@@ -201,7 +221,8 @@ async def _serve(loaded: LoadedEnvironment, connection: socket.socket) -> None:
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):
                 raise
-            answer = EpisodeFailedError(_message(loaded.plan, error, method.__name__))
+            reason = error.reason if isinstance(error, SandboxError) else "raised"
+            answer = EpisodeFailedError(_message(plan, error, method.__name__), reason)
         if os.getpid() != process:
             os._exit(0)  # a method forked, and this is its copy
         await _send(connection, answer)
@@ -212,6 +233,8 @@ async def _serve(loaded: LoadedEnvironment, connection: socket.socket) -> None:
 def _message(plan: EnvironmentPlan, error: BaseException, method: str) -> str:
     if isinstance(error, RlctlError):
         return error.message
+    if isinstance(error, SandboxError):
+        return str(error)
     codes = [*plan.tools, *([plan.code] if plan.code else [])]
     place = next((f"; {place}" for code in codes if (place := code.place(error))), "")
     message = f"{method} raised {type(error).__name__}: {first_line(error)}{place}"

@@ -17,7 +17,7 @@ from rlctl.data.prompt_records import checked_messages
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import REWARD_PART
 from rlctl.environments.environment_plan import LoadedEnvironment
-from rlctl.environments.interface import Agent, Ask, Message, ModelAddress, Step, is_cut
+from rlctl.environments.interface import Agent, Ask, Failure, Message, ModelAddress, Step, is_cut
 from rlctl.environments.tool_results import Content, content_of, joined
 from rlctl.environments.tools import Call, read_calls, refusal, typed
 from rlctl.errors import InputError, first_line
@@ -41,8 +41,9 @@ class Reply(Step):
 class RunningEpisode:
     """One episode. Raises the errors of the user's code unchanged."""
 
-    def __init__(self, loaded: LoadedEnvironment) -> None:
-        self._loaded = loaded
+    def __init__(self, loaded: LoadedEnvironment, folder: Path) -> None:
+        """`folder`: of the episode alone, and removed with it; the sandbox makes it."""
+        self._loaded, self._folder = loaded, folder
         self._schemas = {name: schema["function"] for name, schema in loaded.plan.schemas.items()}
         self._ask: Ask | None = None
         self._environment: Any = None
@@ -75,7 +76,9 @@ class RunningEpisode:
 
     async def run(self, model: ModelAddress) -> Reply:
         """Have an `Agent` ask the model until it ends."""
-        result = await self._environment.run(self._row, self._seed, model)
+        async with self._loaded.plan.sandbox.opened(self._folder) as sandbox:
+            self._environment.sandbox = sandbox
+            result = await self._environment.run(self._row, self._seed, model)
         parts = {f"{REWARD_PART}{name}": part for name, part in (result.get("reward_components") or {}).items()}
         numbers = {name: value for name, value in result.items() if isinstance(value, int | float) and name != "reward"}
         return Reply(reward=_number(result["reward"], "the reward"), done=True, metrics=_numbers({**numbers, **parts}))
@@ -93,6 +96,8 @@ class RunningEpisode:
                     continue
                 try:
                     answers.append(content_of(await _called(self._tools[call.name], **call.arguments)))
+                except Failure:
+                    raise
                 except Exception as error:  # noqa: BLE001 - the model reads the error
                     answers.append(f"Error: {type(error).__name__}: {first_line(error)}")
             return self._tool_reply(answers, len(calls) - broken, broken, [call.name or "tool" for call in calls])

@@ -21,6 +21,8 @@ To call one, write its name and its arguments as JSON, and stop there:
 {{"name": "<name>", "arguments": {{"<argument>": <value>}}}}
 </tool_call>"""
 """System message for a template that has no place for tools."""
+CALL = "<tool_call>\n{}\n</tool_call>"
+"""A call as INSTRUCTIONS describes it."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from rlctl.environments.adapters.textarena import TextArena
 from rlctl.environments.adapters.verifiers import Verifiers
 from rlctl.environments.gateway.exchange import Answer, Question
 from rlctl.environments.gateway.server import Gateway
+from rlctl.environments.sandboxes import SandboxPlan
 from rlctl.errors import InputError
 
 
@@ -189,6 +190,7 @@ def test_an_environment_of_verifiers_is_a_program_that_asks(tmp_path: Path) -> N
         made.variables["PYTHONPATH"] = str(tmp_path)
         gateway, asked = Gateway(), list[Question]()
         address = await gateway.open(Five(asked))
+        made.sandbox = SandboxPlan().opened(tmp_path / "episode")
         assert await made.run({}, 4, address) == {"length": 4, "reward": 0.5}
         assert [question.messages for question in asked] == [[{"role": "user", "content": "sums is first"}]]
         code = VERIFIERS + "Made.requires_group_rollouts = True\n"  # a property of verifiers 0.2.1's environments

@@ -26,7 +26,7 @@ def test_the_model_searches_a_collection_and_answers(tmp_path: Path) -> None:
     loaded = plan_environment(EnvironmentConfig(name="search", params={"corpus": str(corpus)})).load()
     assert loaded.note == "3 passages can be searched"
     assert loaded.schemas()["search"]["function"]["parameters"]["required"] == ["query"]
-    episode = RunningEpisode(loaded)
+    episode = RunningEpisode(loaded, tmp_path)
     asyncio.run(episode.reset(PromptRow(0, "row 0", "Which is the capital of Norway?", "Oslo", {}), 1))
     search = Search(str(corpus)).search
     assert search("capital of Norway").startswith("[1] Oslo: The capital of Norway.\n\n[2] Quito")

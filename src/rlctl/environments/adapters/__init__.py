@@ -4,6 +4,7 @@ points of `rlctl.environments`."""
 from __future__ import annotations
 
 ADAPTERS = {
+    "harbor": "rlctl.environments.adapters.harbor:Harbor",
     "nemo-gym": "rlctl.environments.adapters.nemo_gym:NemoGym",
     "nemo-rl": "rlctl.environments.adapters.nemo_rl:NemoRL",
     "openenv": "rlctl.environments.adapters.openenv:OpenEnv",

@@ -6,20 +6,25 @@ read (`ModelAddress.variables`). Its last line is a JSON object with `reward`; o
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlctl.data.image_sources import saved
 from rlctl.environments.interface import Agent, ModelAddress
+from rlctl.environments.sandboxes import SandboxError
+
+KILLED = (-9, 137)
+"""Exit codes after SIGKILL: of a process, and of a shell or sandbox that reports one."""
 
 
 class Program(Agent):
-    """Starts `command` for each episode. `variables` are added to its environment."""
+    """Starts `command` for each episode, in its sandbox. `variables` are added to its environment."""
+
+    sandboxed = True
 
     def __init__(self, command: str | Sequence[str], variables: Mapping[str, str] | None = None) -> None:
         self.command = shlex.split(command) if isinstance(command, str) else list(command)
@@ -27,18 +32,15 @@ class Program(Agent):
 
     async def run(self, row: Mapping[str, Any], seed: int, model: ModelAddress) -> Mapping[str, Any]:
         """Run the program to its end; return its last line."""
-        process = await asyncio.create_subprocess_exec(
-            *self.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **model.variables(), "EPISODE_SEED": str(seed), **self.variables},
-        )
-        output, errors = await process.communicate(json.dumps(row, default=_as_json).encode())
-        if process.returncode:
-            last = (errors.decode(errors="replace").strip().splitlines() or ["it wrote no error"])[-1]
-            raise RuntimeError(f"the program ended with code {process.returncode}: {last}")
-        lines = output.decode(errors="replace").strip().splitlines() or [""]
+        reached = replace(model, url=self.sandbox.address(model.url))
+        variables = {**reached.variables(), "EPISODE_SEED": str(seed), **self.variables}
+        outcome = await self.sandbox.run(self.command, json.dumps(row, default=_as_json).encode(), variables)
+        if outcome.code:
+            last = (outcome.errors.strip().splitlines() or ["it wrote no error"])[-1]
+            if outcome.code in KILLED:
+                raise SandboxError("died", f"something killed the program: {last}")
+            raise RuntimeError(f"the program ended with code {outcome.code}: {last}")
+        lines = outcome.output.strip().splitlines() or [""]
         try:
             return {**json.loads(lines[-1]), "reward": float(json.loads(lines[-1])["reward"])}
         except (ValueError, TypeError, KeyError):

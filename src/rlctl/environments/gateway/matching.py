@@ -36,7 +36,7 @@ class Answers(Generic[T]):
         for count in range(len(messages) - 1, 0, -1):
             if records := self._answers.get(digests[count]):
                 ids = _ids(messages[count - 1])
-                same = (record for known, record in reversed(records) if known & ids)
+                same = (record for answer_ids, record in reversed(records) if answer_ids & ids)
                 return count, next(same, records[-1][1])
         return 0, None
 

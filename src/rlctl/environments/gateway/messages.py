@@ -97,8 +97,8 @@ def _chat_messages(message: Mapping[str, Any]) -> list[Message]:
             parts.append(block)
     if not parts and results:
         return results
-    own: Message = {"role": role, "content": _joined(parts)}
-    return [*results, own | ({"tool_calls": calls} if calls else {})]
+    turn: Message = {"role": role, "content": _joined(parts)}
+    return [*results, turn | ({"tool_calls": calls} if calls else {})]
 
 
 def _joined(blocks: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
