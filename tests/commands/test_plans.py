@@ -46,6 +46,57 @@ def test_prompts_are_dealt_to_engines(capsys: pytest.CaptureFixture[str], tmp_pa
     assert generation["engines"] * generation["tp"] == 8
 
 
+CLUSTER = ["--gpu", "h100", "--gpus-per-node", "8", "--nodes", "32"]
+GRPO = ["train", "grpo", "--dry-run", "--data", "gsm8k", "--reward", "exact-match"]
+
+
+@pytest.mark.parametrize("name", ["LGAI-EXAONE/EXAONE-4.0-32B", "baidu/ERNIE-4.5-21B-A3B-PT"])
+@pytest.mark.long
+def test_a_family_that_transformers_builds_is_planned_for_dtensor_by_every_command(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    for command in (["plan"], GRPO, ["refit-test", "--dry-run"], ["generate", "--prompt", "hi", "--dry-run"]):
+        code, out, err = rlctl(capsys, *command, "--model", name, *CLUSTER, "--json")
+        assert code == 0, (command, err)
+        found = json.loads(out)
+        plan = found.get("plan", found)
+        assert plan["runnable"], command
+        if command[0] != "generate":
+            assert plan["training"]["backend"] == "dtensor", command
+            assert found["arguments"]["optimizer"]["lr"] > 0
+    code, out, _ = rlctl(capsys, "doctor", "--model", name, "--json", "--set", "cluster.nodes=32", *CLUSTER[:4])
+    assert "plan" not in {check["name"] for check in json.loads(out)["checks"] if check["status"] == "fail"}
+
+
+@pytest.mark.long
+def test_a_family_that_no_backend_has_is_refused_in_one_sentence_by_every_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name, sentence = "XiaomiMiMo/MiMo-7B-RL", "rlctl has no file of the family MiMoForCausalLM, and the installed "
+    commands = (["plan"], GRPO, ["refit-test", "--dry-run"], ["generate", "--prompt", "hi", "--dry-run"], ["rehearse"])
+    for command in commands:
+        for backend in ([], ["--backend", "dtensor"]) if command[0] != "generate" else ([],):
+            code, _, err = rlctl(capsys, *command, "--model", name, *CLUSTER, *backend)
+            assert code == 2, (command, backend)
+            (line,) = [line for line in err.splitlines() if line.startswith("rlctl: ")]
+            assert sentence in line, (command, backend)
+    code, _, err = rlctl(capsys, "plan", "--model", name, *CLUSTER, "--backend", "megatron")
+    assert code == 2
+    assert "MiMoForCausalLM has no weight map for the backend megatron" in err
+    _, out, _ = rlctl(capsys, "doctor", "--model", name, "--json", "--set", "cluster.nodes=32", *CLUSTER[:4])
+    (check,) = [check for check in json.loads(out)["checks"] if check["name"] == "plan"]
+    assert (check["status"], sentence in check["detail"]) == ("fail", True)
+
+
+def test_a_refusal_names_what_each_backend_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = rlctl(
+        capsys, "plan", "--model", "zai-org/GLM-4.5-Air", *CLUSTER, "--set", "megatron.hidden_dropout=0.1"
+    )
+    assert code == 2
+    assert "megatron: megatron.hidden_dropout = 0.1 is refused" in err
+    assert "dtensor: megatron.hidden_dropout is refused" in err
+
+
 def test_set_wins_over_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = rlctl(capsys, *REFIT_TEST, "--json", "--tp", "4", "--set", "training.tp=2")
     assert code == 0, err

@@ -55,7 +55,8 @@ def test_refit_test_of_a_megatron_checkpoint(run_here: Run, tiny_llama: Path, tm
     assert f"{tmp_path / 'ckpt'} was damaged since" in json.loads(done.stdout)["error"]["hint"]
 
 
-@pytest.mark.long
+@pytest.mark.guard
+@pytest.mark.slow
 def test_refit_test_passes_between_real_engines(run_here: Run, tiny_llama_tied: Path) -> None:
     arguments = [
         "refit-test", "--model", str(tiny_llama_tied), "--tp", "2", "--repeat", "3", "--gpu", "cpu", "--json",

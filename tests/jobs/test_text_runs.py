@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlctl.cluster.ray_session import fetch
+from rlctl.data.cross_tokens import Projection
 from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.rollouts import chunk_column
 from rlctl.rewards.reward_model_scorer import ModelScorer
+from rlctl.rollouts.dataset import TextGroup
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.tiny_models.text import write_tiny_family
+from rlctl.training.loop import Loop
 from support.commands import Run
+from support.divergences import logits_of, of_chunks, of_tokens
 from support.metric_lines import without_timing
 from support.runs import cut_after
-from support.toy_tokenizers import CORPUS, by_words
+from support.toy_tokenizers import CORPUS, by_bytes, by_words
 
 LAYOUT = ("--gpu", "cpu", "--set", "training.threads=1", "--seed", "1", "--set", "model.convert=false")
 
@@ -170,9 +177,9 @@ def test_labels_are_learned_also_after_a_resume(run_here: Run, tiny_llama: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["megatron", pytest.param("dtensor", marks=pytest.mark.guard)])
+@pytest.mark.parametrize(("backend", "by"), [("megatron", "source"), ("dtensor", "source"), ("dtensor", "field")])
 def test_each_source_of_texts_is_learned_from_its_teacher(
-    run_here: Run, tiny_llama: Path, tmp_path: Path, backend: str
+    run_here: Run, tiny_llama: Path, tmp_path: Path, backend: str, by: str
 ) -> None:
     """Teachers take turns in the same processes; the first step has all rows of both sources."""
     import torch
@@ -186,10 +193,15 @@ def test_each_source_of_texts_is_learned_from_its_teacher(
     owners = ", ".join(
         f"{{model: {teachers[name]}, sources: ['{tmp_path / name}.jsonl']}}" for name in sorted(sources, reverse=True)
     )
-    run = tmp_path / "run"
+    run, field = tmp_path / "run", ()
+    if by == "field":
+        rows = [{"text": text, "about": {"kind": name}} for name, texts in sources.items() for text in texts]
+        (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data, field = f"{{name: {tmp_path}/all.jsonl}}", ("--set", "teacher.field=about.kind")
+        owners = f"{{model: {teachers['sums']}, sources: ['*']}}, {{model: {teachers['words']}, sources: [words]}}"
     done = run_here(
         "train", "distill", "--model", str(tiny_llama), "--set", f"data.sources=[{data}]", "--set",
-        f"teacher.models=[{owners}]", *LAYOUT, "--lr", "1e-3", "--steps", "3", "--batch-size", "5",
+        f"teacher.models=[{owners}]", *field, *LAYOUT, "--lr", "1e-3", "--steps", "3", "--batch-size", "5",
         "--backend", backend, "--set", "distillation.top_k=512", "--set", "training.dp=1", "--run-dir", str(run),
         "--set", "run.checkpoint_every=2",
     )  # fmt: skip
@@ -209,6 +221,13 @@ def test_each_source_of_texts_is_learned_from_its_teacher(
                 theirs, ours = (model(ids).logits[0, :-1].log_softmax(-1) for model in (teacher, policy))
             divergences += (theirs.exp() * (theirs - ours)).sum(-1).tolist()
     assert lines[0]["loss"] == pytest.approx(sum(divergences) / len(divergences), rel=1e-5)
+    if by == "field":
+        done = run_here(
+            "train", "distill", "--model", str(tiny_llama), "--data", str(tmp_path / "all.jsonl"), *field, *LAYOUT,
+            "--set", f"teacher.models=[{{model: {teachers['words']}, sources: [words]}}]", "--dry-run",
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert "line 1: no teacher of teacher.models has about.kind = 'sums'" in " ".join(done.stderr.split())
 
 
 @pytest.mark.slow
@@ -252,7 +271,32 @@ def test_a_teacher_is_learned_from_on_texts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [pytest.param("megatron", marks=pytest.mark.guard), "dtensor"])
+@pytest.mark.parametrize("backend", ["megatron", pytest.param("dtensor", marks=pytest.mark.guard)])
+def test_a_model_learns_from_an_average_of_its_earlier_weights_also_when_it_is_resumed(
+    run_here: Run, tiny_llama: Path, texts: Path, tmp_path: Path, backend: str
+) -> None:
+    run = tmp_path / "run"
+    own = ("policy=true", "update_every=2", "update_rate=0.5")
+    done = run_here(
+        "train", "distill", "--model", str(tiny_llama), "--data", str(texts), *LAYOUT, "--lr", "3e-3", "--steps", "5",
+        "--batch-size", "4", "--backend", backend, "--set", "distillation.top_k=512", "--set", "training.dp=2",
+        *(part for key in own for part in ("--set", f"teacher.{key}")), "--set", "distillation.sft_weight=1",
+        "--run-dir", str(run), "--set", "run.checkpoint_every=3", "--max-length", "96",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines, part = lines_of(run), cut_after(3, run, tmp_path / "part")
+    assert lines[0]["top_kl"] == pytest.approx(0, abs=1e-6)  # the teacher is the policy
+    assert all(line["top_kl"] > 1e-4 for line in lines[1:])
+    assert lines[2]["top_kl"] < lines[1]["top_kl"] * 4  # updated from steps 1 and 2
+    done = run_here("train", "--resume", "--run-dir", str(part))
+    assert done.returncode == 0, done.stderr
+    assert [*map(without_timing, lines_of(part))] == [*map(without_timing, lines)]
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert (manifest["teacher"], manifest["plan"]["teacher"]) == (None, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
 def test_a_teacher_with_another_tokenizer_is_learned_from_on_texts(
     run_here: Run, tiny_llama: Path, tmp_path: Path, backend: str
 ) -> None:
@@ -287,6 +331,74 @@ def test_a_teacher_with_another_tokenizer_is_learned_from_on_texts(
     done = run_here(*command, *own, "--data", str(data), "--dry-run")
     assert done.returncode == 2
     assert "a teacher with its own tokenizer would read another text" in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["megatron", pytest.param("dtensor", marks=pytest.mark.guard)])
+def test_teachers_with_tokenizers_of_different_sizes_divide_the_texts_by_weight(
+    run_here: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """One source has three teachers: two with their own tokenizer, and one with the policy's, which alone reads the
+    chats of the other. The first loss is transformers' in float64, and a resume is exact."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    words = write_tiny_family(tmp_path / "words", seed=5, num_hidden_layers=3)
+    same = write_tiny_family(tmp_path / "same", seed=6, num_hidden_layers=3)
+    small = write_tiny_family(tmp_path / "small", seed=7, vocab_size=320)
+    by_words(words)
+    by_bytes(small, 300)
+    texts, chats, run = tmp_path / "texts.jsonl", tmp_path / "chats.jsonl", tmp_path / "run"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in CORPUS[:3]))
+    chats.write_text("".join(json.dumps({"prompt": text[:9], "completion": text[9:]}) + "\n" for text in CORPUS[:3]))
+    own = f"own_tokenizer: true, sources: ['{texts}']"
+    listed = f"[{{model: {words}, weight: 3, {own}}}, {{model: {same}}}, {{model: {small}, weight: 0.5, {own}}}]"
+    seen: list[TextGroup] = []
+    train_on = Loop.train_on
+
+    def recorded(loop: Loop, batch: Any) -> Any:
+        seen.extend(replace(group, columns=fetch(group.columns)) for group in batch.groups if len(seen) < 6)
+        return train_on(loop, batch)
+
+    monkeypatch.setattr(Loop, "train_on", recorded)
+    done = run_here(
+        "train", "distill", "--model", str(tiny_llama), *LAYOUT, "--lr", "1e-3", "--batch-size", "6", "--backend",
+        backend, "--set", "training.dp=1", "--set", f"data.sources=[{{name: {texts}}}, {{name: {chats}}}]", "--set",
+        f"teacher.models={listed}", "--set", "teacher.mix=divergences", "--set", "distillation.top_k=16", "--steps",
+        "4", "--set", "run.checkpoint_every=2", "--set", "distillation.forward_share=0.7", "--run-dir", str(run),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"{small}, own tokenizer, weight 0.5" in done.stderr.replace("\n", "").replace("  ", "")
+    policy, *teachers = (
+        AutoModelForCausalLM.from_pretrained(place, dtype="float64") for place in (tiny_llama, words, same, small)
+    )
+    tokenizers = [AutoTokenizer.from_pretrained(place) for place in (tiny_llama, words, small)]
+    projections = {2 * place: Projection.between(tokenizers[0], theirs) for place, theirs in enumerate(tokenizers[1:])}
+    divergence, tokens = 0.0, 0
+    for group in seen[:6]:
+        columns: Any = group.columns
+        kept = torch.from_numpy(columns.loss_mask_T[columns.slice(0)][1:])
+        tokens += int(kept.sum())
+        weights = {0: 3.0, 1: 1.0, 2: 0.5} if group.row.source == str(texts) else {1: 1.0}
+        assert [*group.for_teachers] == [number for number in (0, 2) if number in weights]
+        with torch.no_grad():
+            ours = logits_of(policy, columns, 0)
+            for number, weight in weights.items():
+                if number == 1:
+                    one = of_tokens(ours[kept], logits_of(teachers[1], columns, 0)[kept], 16, 0.7)
+                else:
+                    sample = 1 + [0, 2].index(number)
+                    chunk_T = columns.extra_T[chunk_column(number)]
+                    chunk_s, chunk_t = (torch.from_numpy(chunk_T[columns.slice(n)][1:]) for n in (0, sample))
+                    theirs = logits_of(teachers[number], columns, sample)
+                    one = of_chunks(ours, theirs, projections[number], chunk_s, chunk_t, 16, 0.7)
+                divergence += weight / sum(weights.values()) * float(one)
+    lines, part = lines_of(run), cut_after(2, run, tmp_path / "part")
+    assert lines[0]["loss"] == pytest.approx(divergence / tokens, rel=1e-5)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    done = run_here("train", "--resume", "--run-dir", str(part))
+    assert done.returncode == 0, done.stderr
+    assert [*map(without_timing, lines_of(part))] == [*map(without_timing, lines)]
 
 
 @pytest.mark.slow

@@ -254,7 +254,6 @@ def test_a_run_interrupted_while_it_starts_leaves_nothing(tiny_llama, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_a_nemo_rl_recipe_trains_as_it_is_written(here, tiny_llama, tmp_path):
     """But for machine and model: TP 2 with sequence parallelism, recomputation, bfloat16 and an engine on two ranks."""
     recipe = Path(__file__).parents[1] / "recipes" / "nemo_rl" / "llama_megatron.yaml"
@@ -307,12 +306,71 @@ def test_adapters_train_refit_resume_generate_and_are_exported(here, tiny_llama,
 
 
 @pytest.mark.slow
+def test_adapters_of_routers_are_sent_alone(here, tiny_qwen3_moe, tmp_path):
+    """The engine adds them to the base with the trainer's bits: the run equals one that sends merged weights."""
+    keys = ("backend=dtensor", "lora.rank=4", "lora.targets=[attention, mlp.gate]")
+    sets = [word for key in (*(f"training.{key}" for key in keys), "refit.verify_every=1") for word in ("--set", key)]
+    lines = {}
+    for way in ("delta", "merged"):
+        done = here(
+            command(tiny_qwen3_moe, tmp_path / way, *sets, "--set", f"training.lora.refit={way}", "--steps", "2")
+        )
+        assert done.returncode == 0, done.stderr
+        lines[way] = results(tmp_path / way)
+    same_run(lines["merged"], lines["delta"])
+    assert all(line["refit_verified"] > 0 for line in lines["delta"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_adapters_of_routed_experts_are_sent_merged_and_resumed(here, tiny_qwen3_moe, tmp_path, backend):
+    keys = ("lora.rank=4", "lora.targets=all-linear", f"backend={backend}")
+    sets = [word for key in (*(f"training.{key}" for key in keys), "refit.verify_every=1") for word in ("--set", key)]
+    for directory, steps in (("whole", 3), ("run", 2)):
+        done = here(command(tiny_qwen3_moe, tmp_path / directory, *sets, "--steps", str(steps)))
+        assert done.returncode == 0, done.stderr
+    done = here(resume(tmp_path / "run", "--steps", "3"))
+    assert done.returncode == 0, done.stderr
+    lines = results(tmp_path / "whole")
+    assert results(tmp_path / "run") == lines
+    assert all(line["grad_norm"] > 0 and line["refit_verified"] > 0 for line in lines)
+    assert all(0 < line["logprob_diff"]["max"] < 1e-4 for line in lines)
+
+
+@pytest.mark.slow
+def test_modules_trained_whole_are_sent_and_resumed(here, tiny_llama, tmp_path):
+    """The engine has the new embedding and head at each step, and the reference has the base's."""
+    keys = ("backend=dtensor", "lora.rank=4", "lora.modules_to_save=[embed_tokens, lm_head]", "lora.targets=[q_proj]")
+    sets = [word for key in (*(f"training.{key}" for key in keys), "loss.kl_coefficient=0.05", "optimizer.lr=1e-3")
+            for word in ("--set", key)]  # fmt: skip
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    for directory, steps in ((whole, 3), (run, 2)):
+        done = here(command(tiny_llama, directory, *sets, "--steps", str(steps)))
+        assert done.returncode == 0, done.stderr
+    done = here(resume(run, "--steps", "3"))
+    assert done.returncode == 0, done.stderr
+    lines = results(whole)
+    same_run(lines, results(run))
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-9)
+    assert lines[-1]["kl"] > 1e-6
+    assert all(0 < line["logprob_diff"]["max"] < 1e-4 for line in lines)
+
+
+SOME_LAYERS = (
+    "training.lora.targets=[q_proj, v_proj, o_proj, up_proj, down_proj]",
+    "training.lora.rank_pattern={o_proj: 2}",
+    "training.lora.alpha_pattern={v_proj: 9}",
+    "training.lora.rslora=true",
+)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "more"),
     [
-        ("delta", ("training.tp=2", "generation.tp=2")),
+        ("delta", ("training.tp=2", "generation.tp=2", *SOME_LAYERS)),
         ("delta", ("training.backend=dtensor", "rollouts.mode=async", "refit.in_flight=keep")),
-        ("adapters", ("training.backend=dtensor", "training.tp=2")),
+        ("adapters", ("training.backend=dtensor", "training.tp=2", *SOME_LAYERS)),
         ("adapters", ("generation.tp=2", "rollouts.mode=async")),
     ],
 )
@@ -339,6 +397,68 @@ def test_adapters_alone_train_as_merged_weights_do(here, tiny_llama, tmp_path, w
         same_run(merged, lines)
     for ours, theirs in zip(lines, merged, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sets", [("backend=megatron",), ("backend=dtensor", "tp=2")], ids=["megatron", "dtensor"])
+def test_adapters_alone_in_bfloat16_have_the_bits_of_merged_weights(here, tiny_llama, tmp_path, sets):
+    """The engine rounds base + scale B A to bfloat16 as the trainer does: each refit is compared, and the
+    log-probs are those of a run that sends merged weights."""
+    keys = (
+        "model.dtype=bfloat16",
+        "training.lora.rank=4",
+        "refit.verify_every=1",
+        *(f"training.{key}" for key in sets),
+    )
+    lines = {}
+    for way in ("delta", "merged"):
+        chosen = [word for key in (*keys, f"training.lora.refit={way}") for word in ("--set", key)]
+        done = here(command(tiny_llama, tmp_path / way, *chosen, "--steps", "3"))
+        assert done.returncode == 0, done.stderr
+        lines[way] = results(tmp_path / way)
+    assert all(line["refit_verified"] > 0 for line in lines["delta"])
+    assert all(0 < line["logprob_diff"]["mean"] < LIMITS["bfloat16"][0] for line in lines["delta"])
+    assert lines["delta"][-1]["refit_bytes"] < lines["merged"][-1]["refit_bytes"] / 4
+    for name in ("logprob_diff", "loss", "grad_norm", "reward_mean", "entropy"):
+        assert [line[name] for line in lines["delta"]] == [line[name] for line in lines["merged"]], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("training.backend=megatron", "training.tp=2"),
+        ("training.backend=dtensor", "generation.tp=2"),
+        ("training.backend=dtensor", "training.tp=2"),
+    ],
+    ids=["megatron-tp2", "dtensor-engine-tp2", "dtensor-tp2"],
+)
+def test_adapters_are_added_in_bfloat16_as_engines_add_them(here, tiny_llama, tmp_path, sets):
+    """Log-probs of engine and trainer differ as little as with merged weights. A resume has the same bits."""
+    keys = (
+        "model.dtype=bfloat16",
+        "training.lora.rank=4",
+        "refit.verify_every=1",
+        *sets,
+    )
+    lines = {}
+    for way in ("adapters", "merged"):
+        chosen = [word for key in (*keys, f"training.lora.refit={way}") for word in ("--set", key)]
+        done = here(command(tiny_llama, tmp_path / way, *chosen, "--steps", "3"))
+        assert done.returncode == 0, done.stderr
+        lines[way] = results(tmp_path / way)
+    ours, merged = (max(line["logprob_diff"]["mean"] for line in lines[way]) for way in ("adapters", "merged"))
+    assert 0 < ours < LIMITS["bfloat16"][0]
+    assert ours < 1.5 * merged
+    assert all(line["refit_verified"] > 0 for line in lines["adapters"])
+    assert lines["adapters"][-1]["refit_bytes"] < lines["merged"][-1]["refit_bytes"] / 4
+    chosen = [word for key in (*keys, "training.lora.refit=adapters") for word in ("--set", key)]
+    assert here(command(tiny_llama, tmp_path / "resumed", *chosen, "--steps", "2")).returncode == 0
+    assert here(resume(tmp_path / "resumed", "--steps", "3")).returncode == 0
+    for name in ("logprob_diff", "loss", "grad_norm", "reward_mean", "entropy"):
+        assert [line[name] for line in results(tmp_path / "resumed")] == [line[name] for line in lines["adapters"]], (
+            name
+        )
 
 
 @pytest.mark.slow

@@ -10,16 +10,16 @@ from rlctl.training.agreement import LIMITS
 from support.runs import command, results
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "kept"),
     [
-        ("megatron", ["top_p=0.9"]),
-        pytest.param("dtensor", ["top_k=20"], marks=pytest.mark.slow),
-        pytest.param("dtensor", ["top_p=0.9"], marks=pytest.mark.slow),
-        pytest.param("megatron", ["top_k=20"], marks=pytest.mark.slow),
-        pytest.param("megatron", ["min_p=0.2"], marks=pytest.mark.slow),
-        pytest.param("dtensor", ["top_p=0.3", "top_k=40", "min_p=0.1", "temperature=0.8"], marks=pytest.mark.slow),
+        pytest.param("megatron", ["top_p=0.9"], marks=pytest.mark.guard),
+        ("dtensor", ["top_k=20"]),
+        ("dtensor", ["top_p=0.9"]),
+        ("megatron", ["top_k=20"]),
+        ("megatron", ["min_p=0.2"]),
+        ("dtensor", ["top_p=0.3", "top_k=40", "min_p=0.1", "temperature=0.8"]),
     ],
 )
 def test_fresh_tokens_of_truncated_sampling_are_on_policy(

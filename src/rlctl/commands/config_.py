@@ -291,9 +291,8 @@ def key_lines(
     from rlctl.config.schema import section_of
     from rlctl.methods.configuration import schema as whole_schema
 
-    for key, field in {
-        key: field for section in reversed(sections) for key, field in section.model_fields.items()
-    }.items():
+    meanings = {key: text for part in reversed(sections) for key, text in part.meanings().items()}
+    for key, field in {key: field for part in reversed(sections) for key, field in part.model_fields.items()}.items():
         inner = section_of(field.annotation)
         if inner is not None:
             yield f"{indent}{key}:  # {inner.__doc__}"
@@ -303,8 +302,8 @@ def key_lines(
         default = TypeAdapter(Any).dump_python(value, mode="json")
         words = " | ".join(whole_schema().choices(f"{section}.{key}")) or type_words(field.annotation)
         yield f"{indent}{key}: {words} = {inline_yaml(default)}"
-        if field.description:
-            yield f"{indent}    {' '.join(field.description.split())}"
+        if key in meanings:
+            yield f"{indent}    {' '.join(meanings[key].split())}"
 
 
 def origin_yaml(values: Mapping[str, Any], origin: Mapping[str, str]) -> str:

@@ -235,10 +235,12 @@ def planned(config: RlctlConfig) -> tuple[Plan | None, str]:
         workload = method_from_config(config, tries_loss=False).workload(facts)
         sized_by_user = config.cluster.nodes is not None and config.cluster.gpu == "auto"
         plan = plan_from_config(config, facts, workload, top=1, assume=ASSUMED_GPU if sized_by_user else None)
-    except NoPlanError as error:
+    except (ConfigError, NoPlanError) as error:
         return None, error.message
-    except (ConfigError, InputError, MachineError):  # other checks and the run report these
+    except (InputError, MachineError):  # other checks and the run report these
         return None, ""
+    if not plan.runnable:
+        return None, f"{'; '.join(plan.not_runnable_because)}."
     return (None if plan.cluster.is_cpu else plan), ""
 
 

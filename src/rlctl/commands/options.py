@@ -62,6 +62,7 @@ FLAGS = {
         "--config -c",
     ),
     "set_": Parameter(list[str], None, "Set any key. Repeatable; the last wins.", "SECTION.KEY=VALUE", "--set -s"),
+    "vary": Parameter(list[str], None, "Values of a key, one run each. Repeatable: all combinations.", "KEY=VALUE,..."),
     "dry_run": Parameter(bool, None, "Check everything; show plan, first prompt and rewards; start nothing."),
     "explain": Parameter(bool, None, "With --dry-run: show every value, its rule, and the engines' arguments."),
     "resume": Parameter(bool, None, "Continue the run in --run-dir, or the newest run."),
@@ -99,9 +100,9 @@ for _config in SHARED:
     declare(_config)
 TRAINING = (
     "overrides preset model data prompt_field answer_field val_data reward env tool algorithm teacher steps "
-    "prompts generations temperature max_new_tokens max_length mean_length async_ max_staleness colocated lr lora seed "
-    "run_dir show_samples wandb tensorboard tokenizer chat_template backend goal nodes gpus_per_node gpu ray_address "
-    "config set_"
+    "prompts generations temperature max_new_tokens max_length mean_length async_ max_staleness colocated lr lora "
+    "adapter seed run_dir show_samples wandb tensorboard tokenizer chat_template backend goal nodes gpus_per_node gpu "
+    "ray_address config set_"
 )
 """Flags of RL training."""
 COMPLETIONS = {

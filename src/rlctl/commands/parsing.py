@@ -46,7 +46,7 @@ PANELS = {
         "run_dir", "keep", "step", "output", "resume", "allow_changes", "show_samples", "wandb", "tensorboard",
     ),
     "Machine": ("nodes", "gpus_per_node", "gpu", "ray_address", "goal"),
-    "Configuration": ("preset", "config", "set_", "allow_differences"),
+    "Configuration": ("preset", "config", "set_", "vary", "allow_differences"),
     "Looking without starting": ("dry_run", "explain", "completion", "top", "compare", "run"),
 }  # fmt: skip
 """Headings of a long help and their parameters; other parameters come last."""

@@ -12,7 +12,7 @@ from rlctl.commands import options, output
 from rlctl.commands.output import OwnProcess, error_json, examples, message, print_json
 from rlctl.commands.parsing import App
 from rlctl.data.chat import Process
-from rlctl.errors import InputError, NoPlanError, RlctlError
+from rlctl.errors import ConfigError, InputError, NoPlanError, RlctlError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,13 +168,19 @@ def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
 
 def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
     from rlctl.jobs.backend_arguments import BackendArguments, differences
+    from rlctl.planner.make_plan import refuse_unrunnable
     from rlctl.planner.views.explain import explain as arithmetic
     from rlctl.planner.views.render import plan_json, plan_text, wrapped
     from rlctl.preparation.worker_specs import planned_workers
 
     name = resolved.config.model.name or ""
     planned = resolved.with_plan(made)
-    arguments = BackendArguments.of(planned_workers(planned.config, made.facts, made, Path(name), None))
+    try:
+        workers = planned_workers(planned.config, made.facts, made, Path(name), None)
+    except ConfigError:
+        refuse_unrunnable(made)  # names what each backend lacks
+        raise
+    arguments = BackendArguments.of(workers)
     pinned = arguments.pinned(planned)
     from rlctl.planner.views.bottlenecks import improvements, improvements_text, limits
 

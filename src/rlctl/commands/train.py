@@ -27,11 +27,11 @@ class TrainGroup(CommandGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         names = [name for name in super().list_commands(ctx) if name != NAMELESS]
-        return [*names, *(name for name in _methods() if name not in names), NAMELESS]
+        return [*names, *(name for name in methods() if name not in names), NAMELESS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
-        return command if command is not None or cmd_name not in _methods() else _command(cmd_name)
+        return command if command is not None or cmd_name not in methods() else _command(cmd_name)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flag_or_key = bool(args) and args[0] not in ctx.help_option_names and (args[0][:1] == "-" or "=" in args[0])
@@ -43,8 +43,8 @@ app = App(cls=TrainGroup)
 RUN_FLAGS = "dry_run explain resume allow_changes allow_differences"
 """Flags of every command of `train`."""
 TEXT_FLAGS = (
-    "overrides preset model data prompt_field val_data steps epochs batch_size max_length lr lora seed run_dir wandb "
-    f"tensorboard tokenizer chat_template backend nodes gpus_per_node gpu ray_address config set_ {RUN_FLAGS}"
+    "overrides preset model data prompt_field val_data steps epochs batch_size max_length lr lora adapter seed run_dir "
+    f"wandb tensorboard tokenizer chat_template backend nodes gpus_per_node gpu ray_address config set_ {RUN_FLAGS}"
 )
 """Flags of the commands of methods that read a dataset."""
 RL_EXAMPLES = (
@@ -65,7 +65,7 @@ def train(context: typer.Context) -> None:
         from rlctl.preparation.fitting_models import what_there_is
 
         there_is = what_there_is(options.resolve_config().config)
-        raise InputError(f"`rlctl train` needs a command ({', '.join(_methods())}) and a model.", there_is)
+        raise InputError(f"`rlctl train` needs a command ({', '.join(methods())}) and a model.", there_is)
 
 
 @app.command("grpo", epilog=examples(*RL_EXAMPLES))
@@ -88,7 +88,8 @@ def recipe(context: typer.Context, json_: options.Json = False) -> None:
     _train(None, context)
 
 
-def _methods() -> dict[str, type[Method]]:
+def methods() -> dict[str, type[Method]]:
+    """Return the training methods by the name of their command."""
     from rlctl.methods.available import commands
 
     return commands()
@@ -96,7 +97,7 @@ def _methods() -> dict[str, type[Method]]:
 
 @functools.cache
 def _command(name: str) -> Any:
-    method = _methods()[name]
+    method = methods()[name]
     app = App()
 
     @app.command(name, help=method.__doc__, epilog=examples(*method.examples))
@@ -123,7 +124,7 @@ def _train(command: str | None, context: typer.Context) -> None:
     resolved = options.resolve_config(**params, command=command)
     if command is None and not resume and "run.algorithm" not in {value.key for value in resolved.given()}:
         resolved.require_supported()  # refuses recipes of unsupported kinds
-        commands = " or ".join(f"`rlctl train {name} ...`" for name in _methods())
+        commands = " or ".join(f"`rlctl train {name} ...`" for name in methods())
         raise InputError("`rlctl train` does not know which method to use (run.algorithm).", f"Write {commands}.")
     resolved = resolved.allowing_differences() if params["allow_differences"] else resolved
     from rlctl.data.chat import Process

@@ -15,12 +15,13 @@ from rlctl.jobs.completion_job import CompletionJob
 from rlctl.planner.result import Plan
 from rlctl.preparation.run_workers import start_engines, start_run_workers
 from rlctl.rollouts.environment_episodes import EnvironmentEpisodes
+from rlctl.rollouts.source_episodes import SourceEpisodes
 from rlctl.training.agreement import error_limit
 
 
 @contextlib.contextmanager
 def started_engines(
-    job: CompletionJob, plan: Plan, tell: Tell, play: EnvironmentEpisodes | None = None
+    job: CompletionJob, plan: Plan, tell: Tell, play: EnvironmentEpisodes | SourceEpisodes | None = None
 ) -> Iterator[tuple[EngineClient, PolicyClient | None, contextlib.AbstractContextManager[Any]]]:
     """Yield (engines with the job's weights, policy or None, context in which the engines may use shared devices).
 
@@ -29,7 +30,7 @@ def started_engines(
     """
     spec, address = job.engines(plan), job.config.cluster.ray_address
     if play is not None:
-        spec = replace(spec, episode=replace(play, max_length=spec.engine.max_length))
+        spec = replace(spec, episode=play.within(spec.engine.max_length))
     with temporary_folder("generate", tell) as logs, ray_session(address, logs=logs, tell=tell):
         tell("starting the engine" if spec.count == 1 else f"starting {spec.count} engines")
         if plan.training is None:

@@ -42,7 +42,7 @@ def episodes_job(
     prompts = PromptStream.open_rollouts(job.config, job.model.files.directory)
     for note in prompts.datasets[0].encoder.notes_on(prompts.prompt_at(position) for position in range(count)):
         tell(note)
-    listed = [(dataset.label, dataset.reward, dataset.prompts) for dataset in prompts.datasets]
+    listed = [(dataset.label, dataset.reward, dataset.prompts) for dataset in prompts.datasets if dataset.has_scorers]
     opened, time = prompts.encoder.opens_thought, job.config.model.chat_template_time
     rewards = mixed_rewards(listed, opened=opened, time=time) if any_reward(listed) else None
     if rewards is None and prompts.environment is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlctl.backends.clients import EngineClient, generate_groups
@@ -177,7 +177,7 @@ def _record(encoded: Encoded, task: Task, group: RolloutGroup, rollout: Rollout,
         "prompt": shown_prompt(group.prompt.prompt),
         "answer": group.prompt.answer,
         "completion": text,
-        **({"turns": [asdict(turn) for turn in turns]} if turns else {}),
+        **({"turns": [turn.record() for turn in turns]} if turns else {}),
         "answer_given": vote(
             text, task.rewards.extraction if task.rewards else "full", opened=encoded.opens_thought(task)
         ),

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from rlctl.backends.clients import PolicyClient, Teacher
+from rlctl.backends.clients import PolicyClient
+from rlctl.backends.teachers import Member, Teacher
 from rlctl.config.load import PLANNER
 from rlctl.errors import ConfigError, MachineError, NoPlanError, RlctlError, WaitTimeoutError, WorkerError
+from rlctl.models.facts import architectures
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.preparation.job import Job
 from rlctl.preparation.memory_hosts import MemoryHosts
 from rlctl.preparation.run_workers import RunWorkers
 from rlctl.preparation.step_plan import step_plan
+from rlctl.preparation.teacher_tokens import endpoint_of
 from rlctl.refit.sync import WeightSync
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.display import Display
@@ -29,16 +32,20 @@ def load_policy(job: Job, display: Display, policy: PolicyClient, teacher: Polic
     load_first(job, display, policy)
     if teacher is not None:
         load_teacher(job, display, policy, teacher)
+    elif job.config.served_teachers:
+        policy.teacher = Teacher(policy, None, False, _members(job), job.mixture)
 
 
 def load_first(job: Job, display: Display, policy: PolicyClient) -> None:
     display.doing("loading weights")
     policy.load_model(job.base_model.weights)
+    if adapter := job.config.training.lora.adapter:
+        policy.load_adapter(Path(adapter))
     if "reference_logprobs" in job.method.needs:
         # The reference is the base model, so copy it before a checkpoint is loaded.
         policy.hold_reference()
-    if job.projection is not None:
-        policy.hold_projection(job.projection)
+    if job.projections:
+        policy.hold_projections(job.projections)
 
 
 def load_teacher(job: Job, display: Display, policy: PolicyClient, teacher: PolicyClient) -> None:
@@ -46,10 +53,25 @@ def load_teacher(job: Job, display: Display, policy: PolicyClient, teacher: Poli
     display.doing(f"loading the {teacher.group.name}")
     # In asynchronous runs a reward model scores rollouts while the policy trains, so it stays on the device.
     stays = job.config.samples_while_training and not job.config.named_teacher
-    teachers = zip(job.config.source_teachers, (job.teacher, *job.further_teachers), strict=False)
-    weights_of = {source: model.files.weights for named, model in teachers for source in named.sources}
-    policy.teacher = Teacher(teacher, job.offload and not stays, weights_of)
-    policy.teacher.load_model(job.teacher.files.weights)
+    source = Teacher(policy, teacher, job.offload and not stays, _members(job), job.mixture)
+    source.load_model(job.teacher.files.weights)
+    policy.teacher = source
+
+
+def _members(job: Job) -> tuple[Member, ...]:
+    """Return the members of `teacher.models`."""
+    models, distinct = iter(job.teachers), architectures(model.facts for model in job.teachers)
+    entries = {**job.config.listed_teachers, **job.config.served_teachers}
+    members = list[Member]()
+    for number, entry in sorted(entries.items()):
+        if entry.endpoint is not None:
+            members.append(Member(endpoint_of(entry), entry.weight, entry.sources))
+            continue
+        model = next(models)
+        task = job.task_of(number, model) if job.projections else None
+        place = model.files.weights
+        members.append(Member(place, entry.weight, entry.sources, distinct.index(model.facts), task))
+    return tuple(members)
 
 
 def recovery_of(
@@ -86,7 +108,7 @@ def _planned_for(job: Job, changes: dict[str, int]) -> Job:
     decided = {key for key, origin in job.resolved.origin.items() if origin == PLANNER}
     redecided = {key for key in decided if job.plan.colocated or not key.startswith("generation.")}
     resolved = job.resolved.replacing(changes, "a lost host", without={*redecided, "training.dp"})
-    plan = step_plan(resolved.config, job.facts, job.method, job.prompts, None, None)
+    plan = step_plan(resolved.config, job.facts, job.method, job.prompts, (), None)
     refuse_unrunnable(plan)
     return replace(job, resolved=resolved.with_plan(plan), plan=plan)
 

@@ -33,6 +33,8 @@ class RefitTestJob:
     """How `train` would lay out policy and engines."""
     receive: Receive = "auto"
     repeat: int = 2
+    longest: int = MAX_LENGTH
+    """Most tokens of a sequence where model.max_length is not set."""
 
     @property
     def dtype(self) -> str:
@@ -48,7 +50,7 @@ class RefitTestJob:
 
     @property
     def max_length(self) -> int:
-        return min(self.config.model.max_length or MAX_LENGTH, self.facts.max_length)
+        return min(self.config.model.max_length or self.longest, self.facts.max_length)
 
 
 def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Callable[[str], None]) -> RefitTestJob:

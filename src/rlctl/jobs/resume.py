@@ -62,7 +62,31 @@ def resumed_job(
     completion: str | None = None,
 ) -> Job:
     """Return the job that continues `run`, with its stored configuration and the new values of `resolved`. Raises
-    InputError for a change that affects the run's numbers, unless `allow_changes`: then `tell` receives the change."""
+    InputError for a change that affects the run's numbers, unless `allow_changes` (then `tell` receives the change),
+    and for a run that has taken all steps."""
+    job = continued_job(run, resolved, tell, allow_changes=allow_changes, starts=starts, completion=completion)
+    checkpoints = run.checkpoints()
+    if checkpoints and (done := checkpoints[-1].step) >= job.config.run.steps:
+        if starts is not None:  # a run that was killed during its last save lacks the last line of metrics
+            run.open_metrics(checkpoints[-1])
+        raise InputError(
+            f"--resume: {run.path} has finished {done} steps, and run.steps is {job.config.run.steps}.",
+            "Give more with --steps.",
+        )
+    return job
+
+
+def continued_job(
+    run: RunDirectory,
+    resolved: Resolved,
+    tell: Callable[[str], None],
+    *,
+    allow_changes: bool = False,
+    starts: Starts | None = None,
+    completion: str | None = None,
+    held_adapters: int = 1,
+) -> Job:
+    """As `resumed_job`, also of a run that has taken all steps. `held_adapters`: see `prepare_job`."""
     stored = run.manifest()
     read_metrics(run.metrics)  # raises for a damaged file before anything starts
     edited = ["manifest.json was edited since rlctl wrote it"] if is_edited(stored) else []
@@ -76,22 +100,14 @@ def resumed_job(
             "Leave it out, or start a new run.",
         )
     with run.opened_from_here():
-        job = prepare_job(merged, tell, starts=starts, completion=completion)
+        job = prepare_job(merged, tell, starts=starts, completion=completion, held_adapters=held_adapters)
     for change in [*changes, *content_changes(stored, job)]:
         if not allow_changes:
             raise _refusal(change)
         tell(f"continuing although {change}")
     if change := _layout_change(stored, job):
         tell(change)
-    checkpoints = run.checkpoints()
-    if checkpoints and (done := checkpoints[-1].step) >= job.config.run.steps:
-        if starts is not None:  # a run that was killed during its last save lacks the last line of metrics
-            run.open_metrics(checkpoints[-1])
-        raise InputError(
-            f"--resume: {run.path} has finished {done} steps, and run.steps is {job.config.run.steps}.",
-            "Give more with --steps.",
-        )
-    if checkpoints:
+    if (checkpoints := run.checkpoints()) and checkpoints[-1].step < job.config.run.steps:
         for change in _schedule_changes(stored, job.config, checkpoints[-1].step):
             tell(change)
     return job

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from rlctl.backends.batching.batch import LogprobStats
@@ -76,7 +76,7 @@ def _record(group: RolloutGroup, difference: LogprobStats | None) -> dict[str, A
         turns.append(Turn("assistant", texts[0], rollout.response_tokens if rollout else 0, rollout and rollout.reward))
     return {
         "episode": group.position,
-        "turns": [asdict(turn) for turn in turns],
+        "turns": [turn.record() for turn in turns],
         "reward": rollout and rollout.reward,
         **({"terms": dict(rollout.terms)} if rollout and rollout.terms else {}),
         "stop_reason": rollout.stop_reason if rollout else "environment",

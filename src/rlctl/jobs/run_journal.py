@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rlctl.cluster.ray_session import fetch
@@ -115,7 +114,7 @@ class RunJournal:
         turns: list[Turn] = fetch(group.transcripts)[rollout.sample] if group.transcripts else []
         sample_line = {
             "messages": [{"role": turn.role, "content": turn.text} for turn in turns],
-            "turns": [asdict(turn) for turn in turns],
+            "turns": [turn.record() for turn in turns],
         }
         return {
             "step": step,

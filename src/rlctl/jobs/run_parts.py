@@ -49,5 +49,5 @@ def rollouts_of(
 
 
 def scorers_of(job: Job, workers: WorkerGroup[RewardWorker] | None, policy: PolicyClient) -> Scorers | None:
-    model = None if job.config.named_teacher else policy.teacher
+    model = None if job.config.has_teacher else policy.teacher
     return None if workers is None else Scorers(workers, model, job.rewards is not None and job.rewards.compares)

@@ -65,7 +65,9 @@ class RunSummary:
             lines.append(self.headline.text())
         lines += [*self.answers, *self.removed, *self.findings]
         if self.dropped_rollouts:
-            lines.append(f"{self.dropped_rollouts} rollouts were left out: a reward function failed on them")
+            lines.append(
+                f"{self.dropped_rollouts} rollouts were left out: a reward function or an environment failed on them"
+            )
         if self.steps:
             lines.append(f"report: {self.directory}/report.html")
         if self.checkpoint and self.trial:

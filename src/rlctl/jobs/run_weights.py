@@ -100,7 +100,7 @@ def crowded(plan: Plan, used: tuple[int, int], flag: str) -> str:
 def keep_reference_logprobs(job: Job, run: RunDirectory, policy: PolicyClient) -> None:
     """Compute the reference log-probs of training and validation texts with the policy, before it trains."""
     assert isinstance(job.prompts, TextStream)  # pairs are texts
-    parts = [("training", job.prompts, job.prompts.used, job.prompts.fingerprint())]
+    parts = [("training", job.prompts, [*job.prompts.used], job.prompts.fingerprint())]
     if isinstance(job.validation, HeldOutTexts):
         parts.append(("held out", job.validation.stream, [*job.validation.rows], job.validation.fingerprint))
     precompute_reference(run.path / "reference.json", policy, job.method, parts, job.config.batch.prompts)

@@ -129,6 +129,25 @@ def rewards_tried_here(resolved: Resolved) -> list[str]:
     return [note] if address is not None else []
 
 
+def _teachers(job: Job) -> list[str]:
+    """Return a line about each teacher, with its weight and its sources among several."""
+    section = job.config.teacher_section
+    if section is None or (job.config.named_teacher is None and not section.served):
+        return []
+    models, own = iter(job.teachers), job.config.tokenizer_teachers
+    lines = list[str]()
+    for number, entry in enumerate(section.models or (None,)):
+        if entry is not None and entry.endpoint is not None:
+            parts = [f"teacher: {entry.model or 'the model'} at {entry.endpoint}"]
+        else:
+            parts = [f"teacher: {next(models).files.label}", *(["own tokenizer"] if number in own else [])]
+        if entry is not None:
+            parts += [f"weight {entry.weight:g}"] if len(section.models) > 1 else []
+            parts += [f"for {', '.join(entry.sources)}"] if entry.sources else []
+        lines.append(", ".join(parts))
+    return lines
+
+
 def about(job: Job) -> list[str]:
     """Return lines about model, data, reward and other parts of the run, followed by notes."""
     environment = job.prompts.environment
@@ -136,9 +155,8 @@ def about(job: Job) -> list[str]:
         f"model: {job.base_model.label}",
         *job.prompts.describe(),
         *(environment.describe() if environment else []),
-        *(job.rewards.describe() if job.rewards else [f"reward: {environment.plan.label if environment else 'none'}"]),
-        *([f"teacher: {job.teacher.files.label}"] if job.teacher is not None and job.config.named_teacher else []),
-        *(f"teacher: {teacher.files.label}" for teacher in job.further_teachers),
+        *(job.rewards.describe() if job.rewards else [f"reward: {environment.label if environment else 'none'}"]),
+        *_teachers(job),
         *_other_backend(job.plan),
         *([job.validation.describe(job.config)] if job.validation else []),
         *(f"note: {note}" for note in (job.base_model.note, job.prompts.encoder.note, *job.notes) if note),

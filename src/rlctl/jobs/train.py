@@ -65,8 +65,8 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest, ray: BesideS
     with many_objects():
         job = prepare_job(resolved, display.say, starts=partial(begin_ray, ray, display.say))
     display.steps = job.config.run.steps
-    run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else unused_place(RUNS / _name(job)))
-    with _locked(run, run.create):
+    run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else unused_place(RUNS / name_of(job)))
+    with locked(run, run.create):
         try:
             display.log_to(run.log)
             run.write_manifest(manifest_of(job))
@@ -96,7 +96,7 @@ def _resume(
     loop: type[Loop],
 ) -> RunSummary:
     run = run_to_resume(resolved)
-    with _locked(run, run.reopen):
+    with locked(run, run.reopen):
         display.log_to(run.log)
         run.recover_partial(display.say)
         starts = partial(begin_ray, ray, display.say)
@@ -108,7 +108,8 @@ def _resume(
 
 
 @contextlib.contextmanager
-def _locked(run: RunDirectory, lock: Callable[[], None]) -> Iterator[None]:
+def locked(run: RunDirectory, lock: Callable[[], None]) -> Iterator[None]:
+    """Lock a run's directory by `lock` for the block."""
     lock()
     try:
         with run.writing():
@@ -132,7 +133,8 @@ def unused_place(place: Path) -> Path:
     return place
 
 
-def _name(job: Job) -> str:
+def name_of(job: Job) -> str:
+    """Return the name of a run's directory: model, data and time."""
     parts = [Path(job.config.model.name or "model").name, (job.config.data.name or "mix").split(":")[-1]]
     words = [re.sub(r"[^\w.-]+", "-", Path(part).stem if "/" in part else part) for part in parts]
     return "-".join([*words, time.strftime("%Y%m%d-%H%M%S")]).lower()

@@ -22,13 +22,15 @@ from rlctl.methods.available import command_of
 from rlctl.preparation.job import Job
 from rlctl.preparation.manifest import manifest_of
 from rlctl.preparation.run_workers import RunWorkers, start_run_workers
-from rlctl.runs.directory import RunDirectory
+from rlctl.refit.sync import WeightSync
+from rlctl.runs.directory import Checkpoint, RunDirectory
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.phases import StepTimer
 from rlctl.training.capabilities import HasCritic, PrecomputesReference, SampledByEngines
 from rlctl.training.health import Health
 from rlctl.training.loop import Loop, Parts
+from rlctl.training.recovery import NoRecovery
 from rlctl.training.saving import Saver
 
 
@@ -49,9 +51,7 @@ def run_training(
     """
     started, command = time.perf_counter(), command_of(job.config.run.algorithm)
     stop.limit_s = job.config.run.stop_within_s
-    display.metrics = (*job.method.columns, *job.metrics)
-    if job.rewards is None:
-        display.without = SHOWN_METRICS[1:] if job.prompts.environment else SHOWN_METRICS
+    show_columns(job, display)
     try:
         with run.writing():
             steps, interrupted = _train(job, run, display, stop, ray, resume, loop)
@@ -71,6 +71,13 @@ def run_training(
     )  # fmt: skip
 
 
+def show_columns(job: Job, display: Display) -> None:
+    """Give a display the columns of a run's metrics."""
+    display.steps, display.metrics = job.config.run.steps, (*job.method.columns, *job.metrics)
+    if job.rewards is None:
+        display.without = SHOWN_METRICS[1:] if job.prompts.environment else SHOWN_METRICS
+
+
 def _train(
     job: Job,
     run: RunDirectory,
@@ -84,17 +91,10 @@ def _train(
     manifest = manifest_of(job)
     keep_tokenizer(job, run.path)
     with contextlib.ExitStack() as stack:
-        job = converted(job, display)
-        display.doing("starting Ray")
-        stack.enter_context(ray.wait(run.logs))
-        stack.enter_context(telling_waits(display.say))
-        stop.install()  # again, because an import of Ray may have swallowed a signal
-        stop.trouble = dead_process
-        load = partial(load_policy, job, display)
-        workers = stack.enter_context(
-            start_run_workers(job.workers_spec(), run.logs, display.doing, load, ray.early, display.say)
-        )
-        parts, step, version = _open_parts(job, run, workers, display, manifest, resume, stack)
+        job, workers = start_processes(job, run, display, stop, ray, stack)
+        resume_from = first_or_newest(job, run, workers, display, manifest, resume)
+        sync = open_sync(job, workers, display, stack, first=resume_from is None)
+        parts, step, version = open_parts(job, run, workers, display, stack, sync=sync, resume_from=resume_from)
         steps = loop(job.config, parts, step=step, version=version)
         interrupted = steps.run(stop)
         if steps.step < job.config.run.steps:
@@ -103,26 +103,63 @@ def _train(
         return steps.step, interrupted
 
 
-def _open_parts(
+def start_processes(
+    job: Job,
+    run: RunDirectory,
+    display: Display,
+    stop: StopRequest,
+    ray: BesideSession,
+    stack: contextlib.ExitStack,
+) -> tuple[Job, RunWorkers]:
+    """Convert the model if necessary and start the run's processes, which `stack` stops; return them and the job with
+    the converted model."""
+    job = converted(job, display)
+    display.doing("starting Ray")
+    stack.enter_context(ray.wait(run.logs))
+    stack.enter_context(telling_waits(display.say))
+    stop.install()  # again, because an import of Ray may have swallowed a signal
+    stop.trouble = dead_process
+    load = partial(load_policy, job, display)
+    starting = start_run_workers(job.workers_spec(), run.logs, display.doing, load, ray.early, display.say)
+    return job, stack.enter_context(starting)
+
+
+def first_or_newest(
+    job: Job, run: RunDirectory, workers: RunWorkers, display: Display, manifest: dict[str, Any], resume: bool
+) -> Checkpoint | None:
+    """Compute what the run needs from the base model, and load the newest checkpoint; None: it begins."""
+    if isinstance(job.method, PrecomputesReference) and job.method.reference_before_training:
+        display.doing("log-probs of the reference model")
+        keep_reference_logprobs(job, run, workers.policy)
+    return load_newest(run, workers.policy, display, manifest) if resume else None
+
+
+def open_sync(
+    job: Job, workers: RunWorkers, display: Display, stack: contextlib.ExitStack, *, first: bool
+) -> WeightSync | None:
+    """Return the weight sync of the run's engines, closed by `stack`; None without engines. `first`: the policy has the
+    weights of the base model."""
+    if workers.engines is None:
+        return None
+    source = job.base_model if first and job.config.turn_tokens else None
+    return open_weight_sync(job, workers, source, display, stack)
+
+
+def open_parts(
     job: Job,
     run: RunDirectory,
     workers: RunWorkers,
     display: Display,
-    manifest: dict[str, Any],
-    resume: bool,
     stack: contextlib.ExitStack,
+    *,
+    sync: WeightSync | None,
+    resume_from: Checkpoint | None = None,
+    recovers: bool = True,
 ) -> tuple[Parts, int, int]:
-    """Return the loop's parts, which `stack` closes, and the step and version that the run continues from."""
+    """Return the loop's parts, which `stack` closes, and the step and version that the run continues from. `recovers`:
+    lost policy ranks start again."""
     policy = workers.policy
-    if isinstance(job.method, PrecomputesReference) and job.method.reference_before_training:
-        display.doing("log-probs of the reference model")
-        keep_reference_logprobs(job, run, policy)
-    resume_from = load_newest(run, policy, display, manifest) if resume else None
     loggers = open_loggers(job, run, resume_from, display, stack)
-    sync = None
-    if workers.engines is not None:
-        trained = resume_from is not None or not job.config.turn_tokens
-        sync = open_weight_sync(job, workers, None if trained else job.base_model, display, stack)
     agreement = job.method.agreement(job.dtype) if isinstance(job.method, SampledByEngines) else None
     if agreement is not None and agreement.note:
         display.say(agreement.note)
@@ -146,6 +183,6 @@ def _open_parts(
         timer=timer,
         validation=validation,
         critic=job.method.open_critic(policy) if isinstance(job.method, HasCritic) else None,
-        recovery=recovery_of(job, run, workers, sync, saver, display),
+        recovery=recovery_of(job, run, workers, sync, saver, display) if recovers else NoRecovery(),
     )
     return parts, step, version

@@ -10,7 +10,7 @@ from rlctl.data.holdout import columns_of_prompts, hold_out, open_validation
 from rlctl.data.mixing import SourceSettings, source_settings
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptDataset
 from rlctl.data.prompts import download_of, open_prompts
-from rlctl.environments.environment_plan import plan_environment
+from rlctl.environments.environment_plan import EnvironmentPlan, plan_environment
 from rlctl.environments.process import EnvironmentHost
 from rlctl.errors import AbsentError
 from rlctl.methods.available import method_from_config
@@ -38,9 +38,10 @@ def check_without_model(config: RlctlConfig, completion: str | None = None) -> C
     passed, skipped, trials = list[str](), list[str](), list[Trial]()
     opened = list[PromptDataset]()
     method = method_from_config(config, tries_loss=False)
-    scored = _scored(config)
+    any_scored = config.has_scores(any(map(_has_scorer, _sources(config))))
     for origin in _sources(config):
         name = origin.label or str(origin.data.name)
+        scored = any_scored and (_has_scorer(origin) or not origin.environment.name)
         try:
             dataset = open_prompts(origin.data, config.run.seed, method.rows)
         except AbsentError:
@@ -61,16 +62,12 @@ def check_without_model(config: RlctlConfig, completion: str | None = None) -> C
 
 
 def _sources(config: RlctlConfig) -> tuple[SourceSettings, ...]:
-    environment = rollouts.environment.name if (rollouts := config.rollout_settings) else None
-    alone = environment and not (config.data.name or config.data.sources)
-    return () if alone else source_settings(config)
+    """Return the sources with rows."""
+    return tuple(source for source in source_settings(config) if not source.makes_tasks)
 
 
-def _scored(config: RlctlConfig) -> bool:
-    has_scorer = any(
-        source.reward.terms or (source.data.name or "").startswith(GYM_PREFIX) for source in _sources(config)
-    )
-    return config.has_scores(has_scorer)
+def _has_scorer(source: SourceSettings) -> bool:
+    return bool(source.reward.terms) or (source.data.name or "").startswith(GYM_PREFIX)
 
 
 def _validation(config: RlctlConfig, method: Method, opened: list[PromptDataset]) -> Iterator[str]:
@@ -90,8 +87,11 @@ def _validation(config: RlctlConfig, method: Method, opened: list[PromptDataset]
 
 
 def _environment(config: RlctlConfig) -> Iterator[str]:
-    if (rollouts := config.rollout_settings) and rollouts.environment.wanted:
-        plan = plan_environment(rollouts.environment)
+    plans = list[EnvironmentPlan]()
+    for environment in rollouts.plays if (rollouts := config.rollout_settings) else ():
+        if (plan := plan_environment(environment)) in plans:
+            continue
+        plans.append(plan)
         with closing(EnvironmentHost(plan)) as host:
             host.start()
         yield f"environment: {plan.label} can be loaded; no episode was begun"

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError
+from rlctl.runs.request_tree import request_tree
 from rlctl.runs.thumbnails import IMAGES, MORE_IMAGES, caption, drawn
 from rlctl.telemetry.conversation import as_text, conversation
 
@@ -97,6 +98,8 @@ def sample_text(sample: Sample, *, draws: bool = False) -> str:
     rendered, turns = sample.get("rendered"), conversation(sample)
     visible = [("prompt", rendered), turns[-1]] if rendered else turns
     parts = [" · ".join(heading)]
+    if tree := request_tree(sample):
+        parts += ["  requests", *(f"    {line}" for line in tree)]
     for role, text in visible[:-1]:
         parts += [f"  {role}", *_indented(text)]
     for image in sample.get(IMAGES) or ():
