@@ -1,13 +1,14 @@
 # `make demo` trains a small model, `make test-fast` runs the tests without engines, `make test` runs all but slow tests,
 # `make nightly` runs the slow ones, `make lint` checks style, imports and types, `make docs` builds the documentation into
-# build/docs, `make durations` keeps what the last run of tests took. Each sets up .venv first and needs only Python 3.11
-# or 3.12 and pip.
+# build/docs, `make durations` keeps what the last run of tests took. Each sets up .venv first (the demo without the tools
+# of the others) and needs only Python 3.11 or 3.12 and pip.
 .PHONY: demo docs durations lint nightly test test-fast venv
 
 # Two processes, which get pieces of about 30 s (tests/support/durations.py).
 PYTEST_ARGS ?= -n 2
 
-demo: venv
+demo:
+	@bash .ci/setup demo
 	.venv/bin/rlctl train grpo --preset laptop
 
 test: venv

@@ -22,8 +22,8 @@ products of rlctl's step alone, and `ratio_at_most` is the ratio of a step that 
 
 `--peer itself` takes one source of speed away after the other, on the laptop preset's own reward: shared prompts,
 skipping rollouts without an advantage, and the number format that `model.dtype=auto` chooses (where it is not
-float32). The last source is added: asynchronous rollouts, where generation and training have one core each. `times` is
-the seconds of a step over those of the usual step.
+float32). The last two are added: `checks.exact`, and asynchronous rollouts, where generation and training have one
+core each. `times` is the seconds of a step over those of the usual step. `--only NAME` measures one of them.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "no shared prompts": {"training.share_prompts": False},
     "rollouts without advantage trained": {"filter.skip": False},
     "float32": {"model.dtype": "float32"},
+    "equal bits in engine and policy": {"checks.exact": True},
     "asynchronous, a core each": {"rollouts.mode": "async", "training.threads": 1, "generation.threads": 1},
 }
 
@@ -307,13 +308,13 @@ def products_seconds(
     }
 
 
-def sources(model: Path, shape: Shape, steps: int, threads: int) -> dict[str, Any]:
+def sources(model: Path, shape: Shape, steps: int, threads: int, only: str | None) -> dict[str, Any]:
     """Take each source of a step's speed away, or add it, alone."""
     from rlctl.preparation.cpu_format import has_instructions
 
     found: dict[str, Any] = {}
     for name, settings in SOURCES.items():
-        if name == "float32" and not has_instructions():
+        if (name == "float32" and not has_instructions()) or (only and name not in ("usual", only)):
             continue
         seconds, tokens = rlctl_steps(model, shape, steps, threads, **settings)
         found[name] = summary(seconds, tokens)
@@ -353,6 +354,7 @@ def main() -> None:
     )
     parser.add_argument("--in-trl", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--shape", action="append", help="prompts x samples x new tokens, for example 8x8x32")
+    parser.add_argument("--only", choices=list(SOURCES)[1:], help="with --peer itself")
     parser.add_argument("--steps", type=int, default=4, help="steps of each, the first of which is left out")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -375,8 +377,8 @@ def main() -> None:
             if args.peer == "trl":
                 results[text] = measure_trl(args.model, shape, args, python)
             else:
-                way = sources if args.peer == "itself" else measure
-                results[text] = way(args.model, shape, args.steps, args.threads)
+                given = (args.model, shape, args.steps, args.threads)
+                results[text] = sources(*given, args.only) if args.peer == "itself" else measure(*given)
     print(json.dumps({"load_average_at_start": load, "threads": args.threads, **results}, indent=1))
 
 

@@ -1,87 +1,154 @@
 """Measures refits of adapters: merged weights, adapters merged by the engine (delta), and adapters added to products.
 
-    python benchmarks/lora_refit.py [--model DIR] [--rank 16] [--steps 4] [--rounds 2]
+    python benchmarks/lora_refit.py [--model DIR] [--rank 16] [--steps 6] [--ways merged,delta,adapters]
+    python benchmarks/lora_refit.py --dtype auto --ways merged,auto
 
-Each way of `training.lora.refit` trains the laptop preset with the real command, in turns, so that other work falls on
-all of them. Prints one JSON object: bytes that policy ranks sent in a refit and their ratio to the adapters, median
-seconds of a refit, of its phase (with comparing a sample of tensors), of generation and of a step without validation,
-and the ratio of each way's refit to `merged`. The first two steps of each run are left out of the medians: the first
-refit sends the base, and the next works out views. The limits are a fifth of the merged refit (the aim is a tenth) and
-twice the adapters' bytes.
+Each way of `training.lora.refit` trains the laptop preset with the real command. All runs are there at once and take
+steps in turn, the others being stopped (SIGSTOP), so that other work on the machine falls on all of them. Prints one
+JSON object: bytes that policy ranks sent in a refit and their ratio to the adapters, median seconds of a refit, and of
+a step from the line of one step in metrics.jsonl to the next, without the time in which the run was stopped; CPU
+seconds of all processes in a step; and the ratios of each way's refit and step to `merged`. The first two steps of each
+run are left out: the first refit sends the base, and the next works out views. The limits are a fifth of the merged
+refit (the aim is a tenth), twice the adapters' bytes, and for `auto` the step of `merged`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+import time
 from pathlib import Path
 from typing import Any
 
-WAYS = ("merged", "delta", "adapters")
-LIMIT_S = 1800
+import psutil
+
+LIMIT_S = 900
+LOOK_S = 0.01
+WARM = 2
+"""Steps before the measured ones."""
 
 
-def train(way: str, directory: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train with one way; return the lines of the metrics."""
-    rlctl = str(Path(sys.executable).with_name("rlctl"))
-    command = [rlctl, "train", "grpo", "--preset", "laptop", "--lora", str(options.rank), "--steps", str(options.steps)]
-    sets = [
-        f"training.lora.refit={way}",
-        "validation.at_start=false",
-        "validation.at_end=false",
-        "run.save_final=false",
-    ]
-    command += [word for value in sets for word in ("--set", value)]
-    command += ["--model", options.model] if options.model else []
-    subprocess.run(
-        [*command, "--run-dir", str(directory)], check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL,
-        stderr=(directory.parent / f"{directory.name}.log").open("w"),
-    )  # fmt: skip
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+class Run:
+    """A run in the background that takes a step when it is asked to."""
+
+    def __init__(self, way: str, directory: Path, options: argparse.Namespace) -> None:
+        rlctl = str(Path(sys.executable).with_name("rlctl"))
+        command = [rlctl, "train", "grpo", "--preset", "laptop", "--lora", str(options.rank), "--run-dir"]
+        sets = (f"training.lora.refit={way}", f"model.dtype={options.dtype}", "validation.at_start=false",
+                "validation.at_end=false", "run.checkpoint_every=0")  # fmt: skip
+        command += [str(directory), *(word for value in sets for word in ("--set", value)), "--steps", "1000"]
+        command += ["--model", options.model] if options.model else []
+        self._metrics, self._log = directory / "metrics.jsonl", directory.parent / f"{way}.log"
+        with self._log.open("w") as log:
+            self._process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+        self._directory, self._seen, self._carried_s, self._cpu_s = directory, 0, 0.0, 0.0
+        self.steps = list[tuple[float, float]]()
+        """Seconds and CPU seconds of each measured step."""
+
+    def take_step(self) -> None:
+        """Continue until the next line of the metrics, and stop."""
+        self._signal("resume")
+        begun = time.monotonic()
+        while not self._metrics.exists() or self._metrics.read_bytes().count(b"\n") == self._seen:
+            assert self._process.poll() is None, self._log.read_text()
+            assert time.monotonic() < begun + LIMIT_S, self._log.read_text()
+            time.sleep(LOOK_S)
+        done, cpu_s = time.monotonic(), self._cpu_seconds()
+        self._signal("suspend")
+        self._seen += 1
+        if self._seen > WARM:
+            self.steps.append((self._carried_s + done - begun, cpu_s - self._cpu_s))
+        self._carried_s, self._cpu_s = time.monotonic() - done, cpu_s
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._metrics.read_text().splitlines()][WARM:]
+
+    def value(self, key: str) -> Any:
+        """Return a value of the run's configuration."""
+        return json.loads((self._directory / "manifest.json").read_text())["config"][key]["value"]
+
+    def end(self) -> None:
+        self._signal("kill")
+        self._process.wait(60)
+
+    def _family(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.Error):
+            return [self._process, *self._process.children(recursive=True)]
+        return []
+
+    def _signal(self, name: str) -> None:
+        for process in self._family():
+            with contextlib.suppress(psutil.Error):
+                getattr(process, name)()
+
+    def _cpu_seconds(self) -> float:
+        total = 0.0
+        for process in self._family():
+            with contextlib.suppress(psutil.Error):
+                total += sum(process.cpu_times()[:2])
+        return total
 
 
-def adapter_bytes(rank: int) -> float:
-    """Return the bytes of the adapters of SmolLM2-135M in float32: r (I + O) of each layer, with one A for q, k and v
-    and one for gate and up."""
+def adapter_bytes(rank: int, dtype: str) -> int:
+    """Return the bytes of the adapters of SmolLM2-135M: r (I + O) elements of each matrix."""
     hidden, kv, ffn, layers = 576, 192, 1536, 30
-    elements = (hidden + hidden + 2 * kv) + 2 * hidden + (hidden + 2 * ffn) + (ffn + hidden)
-    return 4.0 * rank * layers * elements
+    elements = (3 * hidden + hidden + 2 * kv) + 2 * hidden + 2 * (hidden + ffn) + (ffn + hidden)
+    return (4 if dtype == "float32" else 2) * rank * layers * elements
+
+
+def measured(run: Run, options: argparse.Namespace) -> dict[str, Any]:
+    lines, dtype = run.lines(), run.value("model.dtype")
+    report: dict[str, Any] = {
+        "way": run.value("training.lora.refit"),
+        "dtype": dtype,
+        "bytes": lines[-1]["refit_bytes"],
+        "refit_s": statistics.median(sum(line["refit_seconds"].values()) for line in lines),
+        "step_s": statistics.median(seconds for seconds, _ in run.steps),
+        "cpu_s": statistics.median(cpu_s for _, cpu_s in run.steps),
+        "steps_s": [round(seconds, 2) for seconds, _ in run.steps],
+        "logprob_diff_max": max(line["logprob_diff"]["max"] for line in lines),
+        "logprob_diff_mean": [round(line["logprob_diff"]["mean"], 4) for line in lines],
+    }
+    if not options.model:
+        report["of_adapter_bytes"] = report["bytes"] / adapter_bytes(options.rank, dtype)
+    return report
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a directory; default: the laptop preset's SmolLM2-135M")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--dtype", default="float32", help="auto: this processor's faster format")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--ways", default="merged,delta,adapters", help="the first is what others are compared with")
     options = parser.parse_args()
-    loads, lines = [os.getloadavg()[0]], defaultdict[str, list[dict[str, Any]]](list)
+    loads, runs = [os.getloadavg()[0]], dict[str, Run]()
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(options.rounds):
-            for way in WAYS:
-                lines[way] += train(way, Path(folder) / f"{way}-{number}", options)[2:]
+        try:
+            for way in options.ways.split(","):
+                runs[way] = Run(way, Path(folder) / way, options)
+                for _ in range(WARM):
+                    runs[way].take_step()
+            for _ in range(options.steps):
+                for run in runs.values():
+                    run.take_step()
                 loads.append(os.getloadavg()[0])
-    report: dict[str, Any] = {"load": loads, "rank": options.rank, "steps": len(lines[WAYS[0]])}
-    for way in WAYS:
-        seconds = [line["seconds"] for line in lines[way]]
-        report[way] = {
-            "bytes": lines[way][-1]["refit_bytes"],
-            "refit_s": statistics.median(sum(line["refit_seconds"].values()) for line in lines[way]),
-            "phase_s": statistics.median(line["refit"] for line in seconds),
-            "generation_s": statistics.median(line["generation"] for line in seconds),
-            "step_s": statistics.median(line["total"] - line.get("validation", 0.0) for line in seconds),
-            "logprob_diff_max": max(line["logprob_diff"]["max"] for line in lines[way]),
-        }
-        report[way]["of_merged"] = report[way]["refit_s"] / report["merged"]["refit_s"]
-        if not options.model:
-            report[way]["of_adapter_bytes"] = report[way]["bytes"] / adapter_bytes(options.rank)
-    report["limits"] = {"of_merged": 0.2, "of_adapter_bytes": 2.0}
+            report: dict[str, Any] = {"load": loads, "rank": options.rank}
+            report |= {way: measured(run, options) for way, run in runs.items()}
+        finally:
+            for run in runs.values():
+                run.end()
+    first = report[next(iter(runs))]
+    for way in runs:
+        for key, name in (("refit_s", "of_merged"), ("step_s", "step_of_merged"), ("cpu_s", "cpu_of_merged")):
+            report[way][name] = report[way][key] / first[key]
+    report["limits"] = {"of_merged": 0.2, "of_adapter_bytes": 2.0, "step_of_merged (auto)": 1.0}
     print(json.dumps(report, indent=2))
 
 

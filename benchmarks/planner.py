@@ -14,12 +14,13 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from published_refits import show_shard_to_shard
+from published_refits import gathered_refit_s, show_shard_to_shard
 from published_rows import PROVEN, Row, device_of, facts_of, size, usable, workload_of
 from published_steps import left_out, model_of, read_steps, show_choices, show_fit, show_ranges, show_steps
 
@@ -123,7 +124,8 @@ def seconds_of(row: Row, constants: Constants = DEFAULTS) -> dict[str, float]:
         else:
             seconds["generation"] = generation_time(request, generation).total
         seconds["logprobs"] = timing.logprobs_time(request, choice)
-        seconds["refit"] = timing.refit_time(request, choice, generation, row.colocated)
+        refit = gathered_refit_s if row.colocated else partial(timing.refit_time, colocated=False)
+        seconds["refit"] = refit(request, choice, generation)
         seconds["other"] = constants.other_s + constants.reward_s
         if row.workload.overlaps and not row.colocated:
             return seconds | {"total": sum(seconds.values()) - min(sides_of(seconds))}

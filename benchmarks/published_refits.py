@@ -1,4 +1,4 @@
-"""Published refits from shard to shard between two groups of GPUs."""
+"""Published refits: from shard to shard between two groups of GPUs, and by gathering on shared GPUs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from statistics import median
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.catalog import lookup
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
-from rlctl.planner.costs.time import refit_time
+from rlctl.planner.costs.engines import weight_bytes
+from rlctl.planner.costs.time import offload_seconds, refit_time, tensor_count
 from rlctl.planner.inputs.cluster import make_cluster
 from rlctl.planner.inputs.request import Request
+
+GATHERED_TENSOR_S, GATHERED_BYTES_PER_S = 0.00056, 2.7e9
+"""Gathering, naming and loading one tensor, and the bytes of its weights that an engine worker takes over in a second:
+fitted to the colocated refits that NeMo-RL v0.3 to v0.7 published (4 to 17 s). rlctl gathers no tensor."""
 
 OWNERS = {"Qwen3": "Qwen/", "DeepSeek": "deepseek-ai/"}
 
@@ -36,6 +41,17 @@ def show_shard_to_shard(path: Path) -> None:
         errors.append(abs(predicted / seen - 1))
         print(f"   {row['model']:<16} {row['mapping']:<22} {row['hardware']:<6} {predicted:.2f}/{row['seconds']} s")
     print(f"median error {100 * median(errors):.0f}% of {len(errors)}")
+
+
+def gathered_refit_s(request: Request, choice: TrainingChoice, generation: GenerationChoice) -> float:
+    """Return the seconds of a colocated refit by trainers that gather one tensor after the other and move states
+    through pageable memory."""
+    constants, facts = request.constants, request.facts
+    seconds = constants.refit_fixed_s + weight_bytes(facts, generation) / GATHERED_BYTES_PER_S
+    if generation.matrix_bytes <= 1 and choice.precision != "float32":
+        seconds += tensor_count(facts) * constants.refit_quantize_s
+    states = offload_seconds(request, choice) * constants.pinned_copy / constants.pageable_copy
+    return seconds + tensor_count(facts) * GATHERED_TENSOR_S + states
 
 
 def _sizes(text: str) -> dict[str, int]:

@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import yaml
+from published_refits import gathered_refit_s
 
 from rlctl.errors import NoPlanError, RlctlError
 from rlctl.methods.configuration import resolve
@@ -69,8 +70,13 @@ class Step:
         return float(self.fields[field]) if self.fields[field] else None
 
     def predicted(self, constants: Constants) -> dict[str, float]:
-        """Return the predicted seconds of this plan's layout by field, under given constants."""
-        seconds = self.plan.seconds if constants is DEFAULTS else repriced(self.plan, constants)
+        """Return the predicted seconds of this plan's layout by field, under given constants. Other trainers gather the
+        tensors of a colocated refit."""
+        plan = self.plan
+        seconds = plan.seconds if constants is DEFAULTS else repriced(plan, constants)
+        if plan.colocated and plan.training and plan.generation and not self.publication.startswith("rlctl"):
+            request = replace(plan.request, constants=constants)
+            seconds = seconds | {Phase.REFIT: gathered_refit_s(request, plan.training, plan.generation)}
         return {"step_s": sum(seconds.values())} | {field: seconds[phase] for field, phase in PHASES.items()}
 
     def errors(self, constants: Constants) -> dict[str, float]:

@@ -90,7 +90,7 @@ def key_rows(section: type[Section], prefix: str) -> Iterator[str]:
             continue
         default = inline_yaml(TypeAdapter(Any).dump_python(field.default, mode="json"))
         words = cell(" | ".join(schema().choices(f"{prefix}.{key}")) or type_words(field.annotation))
-        yield f"| `{prefix}.{key}` | {words} | `{default}` | {cell(plain(field.description))} |"
+        yield f"| `{prefix}.{key}` | {words} | `{default}` | {cell(plain(section.meanings().get(key)))} |"
 
 
 SEAMS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.durations import ITEM_LIMIT_S, PIECE_S, PROPERTY, Entry, Recorded, pieces, read_table, write_table
+from support.durations import ITEM_LIMIT_S, PIECE_S, PROPERTY, Entry, Recorded, is_busy, pieces, read_table, write_table
 
 NAMES = [f"tests/room/test_{file}.py::test_it[{number}]" for file in "abc" for number in range(6)]
 TABLE = {
@@ -43,6 +43,10 @@ def test_limit_is_for_unmarked_tests_in_seconds_of_the_reference() -> None:
     recorded.add(report("tests/test_a.py::test_run", 9 * ITEM_LIMIT_S, "long"))
     assert recorded.too_long(1.0) == [(1.5 * ITEM_LIMIT_S, "tests/test_a.py::test_more")]
     assert recorded.too_long(1.5) == []
+
+
+def test_limits_are_judged_where_no_other_programs_run() -> None:
+    assert [is_busy(load, 2) for load in (2.0, 6.0, 6.1)] == [False, False, True]
 
 
 def test_table_keeps_numbers_that_hardly_changed_and_tests_that_did_not_run(tmp_path: Path) -> None:

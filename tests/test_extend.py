@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,8 @@ def rlctl(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return rlctl_with(package, list(words))[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.guard
 def test_the_parts_of_the_package_are_found(package: Path, tiny_llama: Path) -> None:
     model = ["--model", str(tiny_llama), "--gpu", "cpu", "--dry-run", "--json"]
     recipe = package / "recipe.yaml"
@@ -146,37 +146,36 @@ def installed(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_family_reads_configurations_as_transformers_does(installed: None) -> None:
-    from transformers import SmolLM3Config
+    from transformers import CwmConfig
 
-    assert differences(families.family("smollm3")) == {}
-    published = written(SmolLM3Config())  # HuggingFaceTB/SmolLM3-3B has the defaults of its class, and more positions
+    assert differences(families.family("cwm")) == {}
+    published = written(CwmConfig())  # facebook/cwm has the defaults of its class
     facts = families.facts_from_hf_config(published)
-    assert facts.no_rope_layers == tuple(range(3, 36, 4))
+    assert facts.full_attention_layers == tuple(range(0, 64, 4))
     spec = PolicySpec(facts)
     policy_backend("megatron").require(spec)
-    frequencies = transformer_values(spec, te=False)["no_rope_freq"]
-    assert [1 - one for one in frequencies] == published["no_rope_layers"]
-    assert "no_rope_freq" not in transformer_values(replace(spec, facts=replace(facts, no_rope_layers=())), te=False)
+    windowed = transformer_values(spec, te=False)["window_attn_skip_freq"]
+    assert [("full_attention", "sliding_attention")[one] for one in windowed] == published["layer_types"]
 
 
 @pytest.mark.parametrize("layers", [2, 4])
 def test_the_family_has_a_tiny_model_for_a_rehearsal(installed: None, tmp_path: Path, layers: int) -> None:
-    from transformers import AutoModelForCausalLM, SmolLM3Config
+    from transformers import AutoModelForCausalLM, CwmConfig
 
-    facts = families.facts_from_hf_config(written(SmolLM3Config()))
+    facts = families.facts_from_hf_config(written(CwmConfig()))
     tiny = write_tiny_model(tmp_path, tiny_config(facts, layers=layers))
-    assert tiny.no_rope_layers == tuple(range(1, layers, 2))
+    assert tiny.full_attention_layers == tuple(range(0, layers, 2))
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(model).__name__ in families.family("smollm3").architectures
+    assert type(model).__name__ in families.family("cwm").architectures
 
 
 @pytest.mark.slow
 def test_the_family_is_rehearsed(package: Path, tmp_path: Path) -> None:
     """The published sizes, made small: vLLM's log-probs are Megatron's."""
-    from transformers import SmolLM3Config
+    from transformers import CwmConfig
 
-    (tmp_path / "config.json").write_text(json.dumps(written(SmolLM3Config())))
+    (tmp_path / "config.json").write_text(json.dumps(written(CwmConfig())))
     write_tokenizer(tmp_path)
     words = ["--preset", "1node", "--model", str(tmp_path), "--backend", "megatron", "--json"]
     done = rlctl(package, "rehearse", *words)
@@ -244,7 +243,8 @@ def test_the_transport_is_planned_and_checked(package: Path, tiny_llama: Path) -
     assert (wrong.returncode, "'disk' or 'object-store'" in wrong.stderr) == (2, True)
 
 
-@pytest.mark.long
+@pytest.mark.guard
+@pytest.mark.slow
 def test_the_adapter_asks_until_the_answer_is_right(package: Path, installed: None, tiny_llama: Path) -> None:
     adapter: Any = load_named("rlctl.environments", "reasoning-attempts", {})
     game = adapter("chain_sum", attempts=3, min_terms=2, max_terms=2)

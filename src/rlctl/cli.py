@@ -27,6 +27,7 @@ from rlctl.telemetry.terminal import Unbreakable
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("rlctl.commands.init", "Write a starter configuration, data and reward."),
     "train": ("rlctl.commands.train", "Train with RL, or on texts or preferences."),
+    "sweep": ("rlctl.commands.sweep", "Train several adapters over one base, and compare the runs."),
     "generate": ("rlctl.commands.generate", "Sample completions from a model or a run's checkpoint."),
     "rollout": ("rlctl.commands.rollout", "Play a few episodes of an environment and show them."),
     "eval": ("rlctl.commands.eval", "Measure models and checkpoints on tasks, side by side."),
@@ -38,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("rlctl.commands.plan", "Plan parallelism, memory and time of a run."),
     "convert": ("rlctl.commands.convert", "Convert checkpoints between Hugging Face and Megatron."),
     "refit-test": ("rlctl.commands.refit_test", "Transfer weights into the engines and compare every tensor."),
+    "diverge": ("rlctl.commands.diverge", "Find where trainer or engine part from transformers, and why."),
     "report": ("rlctl.commands.report", "Write the report of a run, or compare several on one page."),
     "watch": ("rlctl.commands.watch", "Serve the live report of a run."),
     "doctor": ("rlctl.commands.doctor", "Check this machine and name a fix for each problem."),
@@ -46,10 +48,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 GROUPS = {
-    "Train": ("init", "train"),
+    "Train": ("init", "train", "sweep"),
     "Look at a run": ("watch", "report", "samples"),
     "Use a model": ("generate", "rollout", "eval", "convert"),
-    "Plan and check": ("rehearse", "plan", "presets", "config", "doctor", "refit-test"),
+    "Plan and check": ("rehearse", "plan", "presets", "config", "doctor", "refit-test", "diverge"),
 }
 """Headings of `rlctl --help`, and the commands below each."""
 

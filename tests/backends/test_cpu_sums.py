@@ -137,7 +137,8 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.long
+@pytest.mark.guard
+@pytest.mark.slow
 def test_operations_with_equal_places_give_the_same_bits_under_one_two_and_four_threads() -> None:
     """Each twice in a process with that many threads; 40,000 rows are beyond torch's grain of 32,768."""
     by_threads = [

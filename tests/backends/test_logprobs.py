@@ -15,7 +15,8 @@ import torch
 
 import rlctl.backends.logprobs as logprobs
 from rlctl.backends.base import Teaching
-from rlctl.backends.batching.packed_rows import VocabProjection
+from rlctl.backends.batching.batch import TeacherSpan
+from rlctl.backends.batching.vocab_projection import VocabProjection
 from rlctl.backends.logprobs import VocabPart, chunked_logprobs, top_tokens
 from rlctl.backends.messages import Truncation
 
@@ -70,11 +71,17 @@ def test_probabilities_are_projected_to_another_vocabulary_with_gradient(chunk: 
     students, teachers = dense.nonzero(as_tuple=True)
     projection = VocabProjection(students, teachers, dense[students, teachers], 23)
     ids = torch.randint(0, 23, (len(targets), 6), generator=generator)
+    own = torch.randint(0, TOKENS, (len(targets), 3), generator=generator)
+    weights_R = torch.ones(len(targets))
+    spans = [TeacherSpan(2, weights_R, weights_R, projection), TeacherSpan(3, weights_R),
+             TeacherSpan(4, weights_R, weights_R, projection)]  # fmt: skip
+    further = torch.cat([ids[:, :2], own, ids[:, 2:]], 1)
     out = chunked_logprobs(
-        hidden, inverse, targets, lambda rows: rows @ matrix.T, ALONE, 0.7, chunk, ids, projection=projection
+        hidden, inverse, targets, lambda rows: rows @ matrix.T, ALONE, 0.7, chunk, further, spans=spans
     )
     table = torch.softmax((hidden.double() @ matrix.T.double()) / 0.7, -1)[inverse]
-    wanted = (table @ dense.double()).gather(1, ids)
+    projected = (table @ dense.double()).gather(1, ids)
+    wanted = torch.cat([projected[:, :2], table.gather(1, own).log(), projected[:, 2:]], 1)
     torch.testing.assert_close(out[2:].T.double(), wanted, rtol=1e-5, atol=1e-7)
     weights = torch.linspace(0.5, 1.5, wanted.numel()).view_as(wanted)
     (out[0].sum() + (out[2:].T * weights).sum()).backward()

@@ -55,6 +55,8 @@ def ranks(placement, tmp_path):
     group.kill()
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_the_rank_that_others_wait_for_is_named_and_all_stacks_are_kept(ranks, monkeypatch):
     assert ranks.call(Rank.sum_up) == [15.0, 15.0, 15.0]
     monkeypatch.setattr(workers, "LEAST_LIMIT_S", 3.0)

@@ -269,7 +269,9 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.parametrize("when", ["begun", "starting", "started"])
+@pytest.mark.parametrize(
+    "when", [pytest.param("begun", marks=pytest.mark.slow), "starting", pytest.param("started", marks=pytest.mark.slow)]
+)
 def test_a_session_that_starts_beside_an_error_is_ended_with_it(when: str) -> None:
     """The error of the block is the one that is told, and whatever Ray has started by then is gone before it is."""
     program = [sys.executable, "-c", BESIDE, when]
@@ -321,6 +323,8 @@ with BesideSession() as ray:
 """
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_ray_starts_beside_a_finder_that_takes_the_lock_of_logging() -> None:
     """Python holds the lock of all imports while a finder runs, and a fork with a `preexec_fn` takes logging's lock and
     then that of imports."""

@@ -142,6 +142,7 @@ def lasting(gpus, tmp_path_factory):
     group.kill()
 
 
+@pytest.mark.slow
 def test_workers_of_tests_marked_gpu_are_started_anew(request, gpus, tmp_path):
     """CUDA cannot be used in a process that was forked from one in which it was asked for."""
     forked = start_group(gpus, tmp_path / "forked")
@@ -165,6 +166,8 @@ def is_ended(host, within_s=60.0):
     return False
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_worker_takes_the_process_that_was_started_early_for_it(gpus, tmp_path):
     """One for another environment stays as it is, and ends with the others that nobody takes."""
     place = replace(gpus.bundles[0], gpu=None)

@@ -179,7 +179,7 @@ def test_values_of_files_and_the_command_line_meet_in_one_mapping(tmp_path: Path
         ("vllm.model_impl=banana", r"it takes auto \| vllm \| transformers"),
         ("vllm.quantization=banana", r"it takes awq"),
         ("vllm.tokenizer_mode=banana", r"it takes auto \| hf"),
-        ("vllm.enable_lora=true", "adapters are merged into the weights that a refit sends: set training.lora.rank"),
+        ("vllm.enable_lora=true", "adapters reach the engines by training.lora.refit: set training.lora.rank"),
         ("vllm.max_loras=2", "set training.lora"),
         ("vllm.lora_target_modules=[q_proj]", "set training.lora.targets"),
         ("vllm.lora_dtype=float16", "model.dtype"),

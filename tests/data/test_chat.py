@@ -165,9 +165,14 @@ def test_the_tokenizer_can_be_another_model_s(base_model: Path, tiny_llama: Path
     assert made.text(row()).startswith("<|im_start|>user")
 
 
+@pytest.mark.parametrize("cached", [False, True])
 def test_a_tokenizer_is_looked_for_on_the_hub_once(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cached: bool, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where the cache has nothing of its name, the cache is not asked."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    if cached:
+        (tmp_path / "models--nowhere").mkdir()
     asked: list[dict[str, Any]] = []
 
     def unreachable(name: str, **settings: Any) -> str:
@@ -181,15 +186,18 @@ def test_a_tokenizer_is_looked_for_on_the_hub_once(
     monkeypatch.setattr(hub, "_unreached", lambda _: "")
     with pytest.raises(InputError, match="--tokenizer nowhere: no directory here, not in the Hugging Face cache"):
         load_tokenizer(tiny_llama, ModelConfig(tokenizer="nowhere"))
-    assert [bool(settings.get("local_files_only")) for settings in asked] == [True, False]
+    assert [bool(settings.get("local_files_only")) for settings in asked] == [True, False][not cached :]
 
 
 def test_a_tokenizer_alone_is_found_in_the_cache(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cached = Path(shutil.copytree(tiny_llama, tmp_path / "cached"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder, commit = tmp_path / "models--owner--tokenizer", "a" * 40
+    cached = Path(shutil.copytree(tiny_llama, folder / "snapshots" / commit))
     (cached / "config.json").unlink()
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(cached))
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
     made = encoder(tiny_llama, ModelConfig(tokenizer="owner/tokenizer"))
     assert made.text(row()).startswith("<|im_start|>user")
 

@@ -39,7 +39,8 @@ def shown(program: str, task: str, hash_seed: str) -> list:
     return json.loads(subprocess.run(command, env=environment, capture_output=True, check=True, timeout=100).stdout)
 
 
-@pytest.mark.long
+@pytest.mark.guard
+@pytest.mark.slow
 def test_questions_do_not_depend_on_the_hash_seed_of_a_process() -> None:
     expected = shown(LIBRARY, "ransom_note", "0")
     assert expected != shown(LIBRARY, "ransom_note", "7")  # else this test shows nothing

@@ -149,12 +149,58 @@ TWO = ({"model": "x", "sources": ["a"]}, {"model": "y", "sources": ["b"]})
     [
         ({"models": TWO[:1]}, "ab", "no teacher has the data source b"),
         ({"models": TWO}, "a", r"models\[1\].sources: data.sources has no 'b'"),
-        ({"models": [*TWO, {"model": "z", "sources": ["a"]}]}, "ab", r"models\[2\].sources: 'a' already belongs to"),
+        ({"models": [{**TWO[0], "weight": 2}, TWO[1]]}, "ab", r"models\[0\].weight = 2 has no effect"),
+        ({"models": TWO, "mix": "log-probs"}, "ab", "teacher.mix = log-probs has no effect"),
+        (
+            {"model": "x", "policy": True},
+            "",
+            "the policy as its own teacher, and teacher.model names",
+        ),
+        ({"models": TWO, "policy": True}, "ab", "and teacher.models names another"),
+        ({"model": "x", "update_every": 2}, "", "teacher.update_every = 2 has no effect without teacher.policy"),
+        (
+            {"policy": True, "update_rate": 0.5},
+            "",
+            "update_rate = 0.5 has no effect without teacher.update_every",
+        ),
+        ({"models": [{"model": "x"}], "field": "kind"}, "", "teacher.field = kind has no effect"),
+        (
+            {
+                "models": [{"model": "x", "weight": 2, "sources": ["a"]}, {"model": "y", "sources": ["*"]}],
+                "field": "kind",
+            },
+            "",
+            "weight = 2 has no effect",
+        ),
+        ({"models": [{"weight": 2}]}, "", r"models\[0\] names neither a model nor an endpoint"),
+        ({"models": [{"endpoint": "host:8000"}]}, "", "endpoint = host:8000 is no address"),
+        ({"models": [{"endpoint": "http://h", "revision": "r"}]}, "", r"models\[0\].revision = r has no effect"),
+        (
+            {"models": [{"model": "x", "retries": 1}]},
+            "",
+            r"models\[0\].retries = 1 has no effect",
+        ),
+        ({"model": "x", "mix": "log-probs"}, "", "teacher.mix = log-probs has no effect"),
+        ({"models": [{"model": "x", "sources": ["a", "a"]}, TWO[1]]}, "ab", r"models\[0\].sources names 'a' twice"),
         ({"models": TWO, "model": "z"}, "ab", "teacher.model names one teacher and teacher.models lists several"),
-        ({"models": TWO}, "", "teacher.models needs data.sources"),
+        ({"models": TWO}, "", r"teacher.models\[0\].sources needs data.sources"),
     ],
 )
 @pytest.mark.parametrize("config", [DistillationRlConfig, DistillConfig])
-def test_every_source_has_one_teacher(config: type, teacher: dict, sources: str, reason: str) -> None:
+def test_every_source_has_a_teacher(config: type, teacher: dict, sources: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         config.model_validate({"teacher": teacher, "data": {"sources": [{"name": name} for name in sources]}})
+
+
+@pytest.mark.parametrize("config", [DistillationRlConfig, DistillConfig])
+def test_means_of_log_probs_have_no_tail(config: type) -> None:
+    several = {"models": [{"model": "x", "weight": 2}, {"model": "y"}], "mix": "log-probs"}
+    config.model_validate({"teacher": several})
+    with pytest.raises(ValueError, match=r"outside = tail does not go with teacher\.mix = log-probs"):
+        config.model_validate({"teacher": several, "distillation": {"outside": "tail"}})
+
+
+def test_servers_give_log_probs_at_the_temperature_1() -> None:
+    teacher = {"models": [{"endpoint": "http://host:8000"}]}
+    with pytest.raises(ValueError, match=r"generation.temperature = 0.7 does not go with teacher.models\[\].endpoint"):
+        DistillationRlConfig.model_validate({"teacher": teacher, "generation": {"temperature": 0.7}})

@@ -174,7 +174,8 @@ def test_an_argument_of_a_section_is_a_default_when_its_neighbor_is_set(package:
     assert config["batch"]["generations"] == 2
 
 
-@pytest.mark.long
+@pytest.mark.guard
+@pytest.mark.slow
 def test_both_are_planned_and_shown_without_being_started(package: Path, tiny_llama: Path) -> None:
     weighted = ["train", "weighted", *method_words(package, tiny_llama), "--dry-run", "--json"]
     model = ["--model", str(tiny_llama), "--gpu", "cpu", "--json"]

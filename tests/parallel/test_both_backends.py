@@ -56,8 +56,8 @@ def run_losses(rank: int, case: Case, model: Any, losses: list[RunLoss]) -> list
     return found
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["alone", pytest.param("cp2-dp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param("alone", marks=pytest.mark.guard), "cp2-dp2"])
 def test_every_algorithm_is_the_same_on_both_backends(pools: Pools, name: str, tmp_path: Path) -> None:
     model, losses = hf_model("qwen3"), [loss_of(name) for name in OF_TOKENS]
     model.save_pretrained(tmp_path)

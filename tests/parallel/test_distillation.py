@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.base import Teaching
+from rlctl.backends.batching.mixtures import Mixture
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
 from rlctl.methods.rl.distillation import Distillation, DistillationRlConfig
@@ -19,17 +20,10 @@ from rlctl.training.run_loss import RunLoss
 from support.parallel_cases import WEIGHT, Case, Model, assemble
 from support.pool import Pools, slowly
 from support.reference_policy import Optim, advantage, hf_model, make_batch, megatron_weights
-from support.teacher_logprobs import run_student, run_teacher, together
+from support.teacher_logprobs import rollouts_of, run_student, run_teacher, run_teachers, table, together
 
 TOP = 5
 TEACHER_SEED = 7
-
-
-def table(model: object, tokens: np.ndarray, mask: np.ndarray) -> tuple[Tensor, Tensor]:
-    """float64 (log-probs of all tokens [R, V], chosen tokens [R, 1]) of one rollout's response."""
-    ids = torch.from_numpy(tokens.astype(np.int64))
-    kept = torch.from_numpy(mask)[1:]
-    return torch.log_softmax(model(ids[None]).logits[0, :-1], -1)[kept], ids[1:, None][kept]  # type: ignore[operator]
 
 
 def expected(student: torch.nn.Module, teacher: torch.nn.Module, options: dict) -> tuple[float, float]:
@@ -130,7 +124,7 @@ def check(pools: Pools, student: Case, teacher: Case, form: str, of_student: Mod
         assert kept["optimizer"] is None
         assert kept["trained"] == 0
         assert kept["freed"] > 0
-    known = together([own for own, _ in ranks])
+    known = [(1.0, together([own for own, _ in ranks]))]
     config = DistillationRlConfig.model_validate(
         {"run": {"algorithm": "distillation"}, "distillation": options, "loss": {"importance_correction": "off"}}
     )
@@ -144,3 +138,95 @@ def check(pools: Pools, student: Case, teacher: Case, form: str, of_student: Mod
     unclip = (result.grad_norm + 1e-6) / Optim().clip  # clipping scales them in place
     wanted = {name: value.grad.float() for name, value in ours.named_parameters()}
     return Gradients({key: value * unclip for key, value in grads.items()}, wanted)
+
+
+WEIGHTS = (3.0, 1.0)
+VOCAB = 256
+SHARE = 0.7
+"""Of KL(teachers || student)."""
+
+
+def of_several(student: torch.nn.Module, teachers: list[torch.nn.Module], form: str, mix: str, top: int) -> float:
+    """The loss of the batch with a mixture of teachers by the formulas, with its gradient in the student."""
+    shares, total = torch.tensor(WEIGHTS, dtype=torch.float64) / sum(WEIGHTS), 0.0
+    for columns in make_batch().values():
+        for row in range(columns.rollouts):
+            span = columns.slice(row)
+            tokens, mask = columns.tokens_T[span], columns.loss_mask_T[span]
+            with torch.no_grad():
+                tables = [table(teacher, tokens, mask)[0] for teacher in teachers]
+            ours, chosen = table(student, tokens, mask)
+            if mix == "probabilities":
+                theirs = sum(share * each.exp() for share, each in zip(shares, tables, strict=True)).log()
+            else:
+                theirs = sum(share * each for share, each in zip(shares, tables, strict=True))
+            if form == "sampled":
+                sampled = ours.gather(1, chosen)[:, 0]
+                gain = theirs.gather(1, chosen)[:, 0] - sampled.detach()
+                loss = -(gain * (sampled - sampled.detach()).exp()).sum()
+            else:
+                named = torch.zeros_like(theirs, dtype=torch.bool)
+                for each in tables:
+                    named.scatter_(1, each.topk(top).indices, value=True)
+                ids = theirs.where(named, -torch.inf).topk(top).indices
+                log_t, log_p = (each.gather(1, ids).log_softmax(-1) for each in (theirs, ours))
+                loss = (SHARE * log_t.exp() * (log_t - log_p) + (1 - SHARE) * log_p.exp() * (log_p - log_t)).sum()
+            (WEIGHT * loss).backward()
+            total += float(WEIGHT * loss.detach())
+    return total
+
+
+MIXED = {
+    f"{backend}-{form}-{mix}": (backend, form, mix, "one architecture")
+    for backend in ("megatron", "dtensor")
+    for form in ("sampled", "top-k", "whole")
+    for mix in ("probabilities", "log-probs")
+}
+"""`whole`: the whole vocabulary is compared."""
+MIXED |= {
+    f"{backend}-{place}": (backend, "top-k", "probabilities", place)
+    for backend in ("megatron", "dtensor")
+    for place in ("beside", "in turn")
+}
+"""Teachers of two architectures in the same processes, on the device or in host memory while the other computes."""
+
+
+@pytest.mark.parametrize(("backend", "form", "mix", "place"), slowly(MIXED, "megatron-top-k-probabilities"))
+def test_a_student_learns_from_the_mixture_of_its_teachers(
+    pools: Pools, backend: str, form: str, mix: Any, place: str, tmp_path: Path
+) -> None:
+    parallel = ParallelSpec(dp=2) if backend == "dtensor" else ParallelSpec(tp=2)
+    student = Case(parallel=parallel, backend=backend)
+    teacher = Case("qwen3", ParallelSpec(tp=2), chunk=5, backend=backend)
+    kinds = ("qwen3", "qwen3" if place == "one architecture" else "qwen2")
+    models = [hf_model("llama"), *(hf_model(kind, TEACHER_SEED + number) for number, kind in enumerate(kinds))]
+    held: list[Model] = []
+    cases = (student, *(replace(teacher, kind=kind) for kind in kinds))
+    for number, (case, model) in enumerate(zip(cases, models, strict=True)):
+        if backend == "dtensor":
+            model.save_pretrained(tmp_path / str(number))
+            held.append(tmp_path / str(number))
+        else:
+            held.append(megatron_weights(case.kind, model.state_dict()))
+    ours, *theirs = (model.double() for model in models)
+    top = {"sampled": 0, "top-k": TOP, "whole": VOCAB}[form]
+    loss = of_several(ours, theirs, form, mix, top)
+
+    beside = () if place == "one architecture" else (kinds, place == "beside")
+    ranks = pools(2).run(run_teachers, teacher, held[1:], make_batch(), Teaching(VOCAB, top), *beside)
+    known = list(zip(WEIGHTS, (together(parts) for parts in ranks[0]), strict=True))
+    options = {"loss": "sampled" if form == "sampled" else "top-k", "forward_share": SHARE}
+    config = DistillationRlConfig.model_validate(
+        {"run": {"algorithm": "distillation"}, "distillation": options | ({"top_k": top} if top else {}),
+         "loss": {"importance_correction": "off", "clip_low": 1, "clip_high": 1}}
+    )  # fmt: skip
+    run_loss, mixture = RunLoss(Distillation(config)), Mixture(mix, top, whole=top == VOCAB)
+    batch, rows = make_batch(), rollouts_of(make_batch())
+    found = pools(2).run(run_student, student, held[0], batch, known, run_loss, rows, None, mixture)
+    result = only_result([rank.results[0] for rank in found])
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    grads, _ = assemble([rank.grads for rank in found])
+    unclip = (result.grad_norm + 1e-6) / Optim().clip  # clipping scales them in place
+    wanted = {name: value.grad.float() for name, value in ours.named_parameters()}
+    for key, value in (wanted if backend == "dtensor" else megatron_weights("llama", wanted)).items():
+        assert torch.allclose(grads[key] * unclip, value, rtol=1e-4, atol=1e-6), key

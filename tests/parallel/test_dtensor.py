@@ -22,7 +22,6 @@ from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import InputError
-from support.causal_types import TRAINED, causal_model
 from support.dtensor_cases import run_changed, run_memory
 from support.family_models import FAMILIES, OTHERS, SEPARATE
 from support.family_models import hf_model as family_model
@@ -33,15 +32,14 @@ from support.pool import Pools, Published, slowly
 from support.reference_policy import (
     Optim,
     Reference,
-    advantage,
     close,
     facts,
     hf_model,
     make_batch,
     megatron_weights,
     run_reference,
-    token_loss,
 )
+from support.transformers_reference import expected
 
 EVEN = 252
 """A vocabulary that two ranks divide."""
@@ -52,26 +50,7 @@ TOLERANCE = 1e-6
 
 @cache
 def expected_of(family: str) -> Reference:
-    return expected(family_model(family, EVEN))
-
-
-def expected(model: Any) -> Reference:
-    """Log-probs, loss and gradients of a model."""
-    out, total = Reference(), torch.zeros(())
-    for group, columns in family_batch().items():
-        for row in range(columns.rollouts):
-            span = columns.slice(row)
-            tokens, chosen = (torch.from_numpy(x[span]).long() for x in (columns.tokens_T, columns.loss_mask_T))
-            logits = model(tokens[None]).logits[0, :-1].float().log_softmax(-1)[chosen[1:].bool()]
-            logprobs = logits.gather(1, tokens[1:][chosen[1:].bool()][:, None])[:, 0]
-            entropy = -(logits.exp() * logits).sum(-1)
-            out.logprobs[group, row] = logprobs.detach()
-            zeros, weight = torch.zeros_like(logprobs), torch.tensor(WEIGHT)
-            total = total + token_loss(logprobs, entropy, zeros, torch.tensor(advantage(group, row)), weight)
-    total.backward()
-    out.losses = [float(total.detach())]
-    out.module_grads = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-    return out
+    return expected(family_model(family, EVEN), family_batch())
 
 
 def check_family(pools: Pools, directory: Path, family: str, parallel: ParallelSpec) -> None:
@@ -103,8 +82,8 @@ DIFFERENT = {
     name: name for name in ("llama3", "qwen2-yarn", "mistral-windowed", "mixtral", "moonlight", "gemma3", "gpt-oss")
 }
 """Families whose attention, positions or experts no other test here has."""
-EXPERTS = ("mixtral", "moonlight", "gpt-oss")
-DENSE = ("llama3", "qwen2-yarn", "mistral-windowed", "gemma3")
+EXPERTS = ("mixtral", "moonlight", "gpt-oss", "glm4-moe")
+DENSE = ("llama3", "qwen2-yarn", "mistral-windowed", "gemma3", "granite", "smollm3", "seed-oss", "ernie4-5")
 
 
 @pytest.mark.parametrize("family", slowly(DIFFERENT, "qwen2-yarn", "gemma3", "gpt-oss"))
@@ -115,6 +94,7 @@ def test_every_family_is_the_model_of_transformers(pools: Pools, family: str, tm
 PRODUCT = [(family, {"dp": 2}) for family in FAMILIES] + [(family, {"cp": 2}) for family in FAMILIES]
 PRODUCT += [(family, {"tp": 2}) for family in (*DENSE, *EXPERTS)] + [(family, {"tp": 2, "dp": 2}) for family in DENSE]
 PRODUCT += [(family, {"tp": 2, "dp": 2, "ep": 2}) for family in EXPERTS]
+PRODUCT += [(family, {"dp": 2, "ep": 2}) for family in ("olmoe", "minimax-m2")]
 
 
 @pytest.mark.slow
@@ -157,14 +137,6 @@ def test_families_without_a_file_are_the_models_of_transformers(
     pools: Pools, family: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:
     check_family(pools, tmp_path, family, ParallelSpec(**sizes))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", TRAINED)
-def test_every_type_of_transformers_is_trained_as_it_is_there(pools: Pools, model_type: str, tmp_path: Path) -> None:
-    model = causal_model(model_type, EVEN)
-    model.save_pretrained(tmp_path)
-    check_model(pools, tmp_path, ParallelSpec(), expected(model))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("llama-tied", marks=pytest.mark.slow), "qwen3moe"])

@@ -1,4 +1,5 @@
-"""Episodes in training: tokens of environments have no loss, and each of an episode's contexts is a sequence."""
+"""Episodes in training: tokens of environments have no loss, and each of an episode's contexts (the branches of a tree
+of requests among them) is a sequence."""
 
 from __future__ import annotations
 
@@ -31,14 +32,19 @@ CONTEXTS = 2
 
 def of_contexts() -> dict[int, RolloutColumns]:
     """Groups of sequences, of which each two neighbors are the contexts of one episode, with tokens of an environment
-    between those of the model."""
+    between those of the model. In odd groups the second context is a branch of the first: it begins with the prompt and
+    a token that the model chose there, which has its loss there."""
     found = {}
     for group, columns in make_batch(generations=2 * CONTEXTS).items():
-        mask, prompt = columns.loss_mask_T.copy(), prompt_tokens(columns)
+        tokens, mask, prompt = columns.tokens_T.copy(), columns.loss_mask_T.copy(), prompt_tokens(columns)
         for row in range(columns.rollouts):
             span = columns.slice(row)
             mask[span.start + prompt + 1 : span.stop - 1 : 3] = False
-        found[group] = replace(columns, loss_mask_T=mask, logprobs_T=np.where(mask, columns.logprobs_T, 0))
+            if group % 2 and row % CONTEXTS:
+                tokens[span.start + prompt] = tokens[columns.slice(row - 1).start + prompt]
+                mask[span.start + prompt] = False
+        logprobs = np.where(mask, columns.logprobs_T, 0)
+        found[group] = replace(columns, tokens_T=tokens, loss_mask_T=mask, logprobs_T=logprobs)
     return found
 
 

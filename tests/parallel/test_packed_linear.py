@@ -21,6 +21,7 @@ from rlctl.checkpoints.hf.transformers_model import meta_model
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
 from rlctl.settings.training import LoraConfig, OptimizerConfig
+from rlctl.weights.adapter_sites import sites
 from support.lora_cases import LORA, policy_of
 from support.packed_cases import run_packed
 from support.parallel_cases import of_family
@@ -52,7 +53,8 @@ def test_a_packed_layer_computes_as_the_dequantized_one(tmp_path: Path) -> None:
     assert theirs.grad is not None
     assert torch.equal(ours.grad, theirs.grad)
     adapted: Any = layer
-    adapted.__class__, adapted.scale = AdaptedPackedLinear, 2.0
+    adapted.__class__ = AdaptedPackedLinear
+    adapted.sites = ((sites(facts, LORA).by_param["model.layers.1.mlp.down_proj.weight"], slice(None)),)  # scale 2
     a, b = (nn.Parameter(torch.randn(size).bfloat16()) for size in ((3, layer.in_features), (layer.out_features, 3)))
     adapted.lora_a, adapted.lora_b = a, b
     exact = F.linear(inputs.double(), other.weight.double() + 2.0 * b.double() @ a.double())
@@ -61,11 +63,12 @@ def test_a_packed_layer_computes_as_the_dequantized_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_adapters_are_trained_over_packed_layers(pools: Pools, dp: int, tmp_path: Path) -> None:
-    """The base is the plain model's bit for bit. The reference is the base, and no tensor more."""
+    """Base and gradients are the plain model's bit for bit. The reference is the base, and no tensor more."""
     packed, plain = write_quantized(tmp_path, "pack-quantized", symmetric=False)
     facts, run = facts_in(packed), tmp_path / "run"
     case, batch = of_family(facts, ParallelSpec(dp=dp), dtype="bfloat16"), make_batch()
     base = pools(dp).run(run_packed, case, plain, facts_in(plain), batch, None)
+    adapted = pools(dp).run(run_packed, case, plain, facts_in(plain), batch, policy_of(tmp_path / "plain-run", plain))
     ranks = pools(dp).run(run_packed, case, packed, facts, batch, policy_of(run, packed))
     for theirs, ours in zip(base, ranks, strict=True):
         assert ours["added"] == 0
@@ -74,8 +77,13 @@ def test_adapters_are_trained_over_packed_layers(pools: Pools, dp: int, tmp_path
             assert torch.equal(ours["reference"][key], logprobs)
             assert not torch.equal(ours["after"][key], logprobs)
             assert torch.equal(ours["loaded"][key], ours["after"][key])
-    first, second = (only_result([rank["results"][step] for rank in ranks]) for step in range(2))
-    assert second.loss < first.loss
+    (first, second), (wanted, after) = (
+        [only_result([rank["results"][step] for rank in side]) for step in range(2)] for side in (ranks, adapted)
+    )
+    assert (first.loss, first.grad_norm) == (wanted.loss, wanted.grad_norm)
+    # Over plain layers adapters are merged into weights of bfloat16 for the second step, which rounds their sum.
+    assert second.loss == pytest.approx(after.loss, abs=5e-3)
+    assert second.grad_norm == pytest.approx(after.grad_norm, rel=0.1)
     # 4 bits of a code, and 3 bytes of scale and zero point for 32 weights
     weights = {name: value.numel() for name, value in load_file(plain / "model.safetensors").items()}
     sizes = {name.removeprefix("inner."): size for name, size in ranks[0]["packed"].items()}

@@ -201,6 +201,8 @@ OTHERS = [
         pytest.param("rm", "dtensor", HALVED, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
+@pytest.mark.guard
 def test_packed_texts_have_the_gradient_of_unpacked_ones(
     pools: Pools, published: Callable[[str], Path], name: str, backend: str, parallel: ParallelSpec
 ) -> None:

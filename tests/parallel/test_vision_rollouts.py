@@ -120,9 +120,9 @@ def require_trained(directory: Path, results: list[SampledGroup], never: tuple[i
         assert max(of_ranks) < TOLERANCE
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one in GUARDS else pytest.mark.slow) for one in WITH_ENGINES]
+    "family", [pytest.param(one, marks=pytest.mark.guard if one in GUARDS else ()) for one in WITH_ENGINES]
 )
 def test_engines_report_what_transformers_and_the_trainer_compute(
     family: str, host: Any, pools: Pools, tmp_path: Path

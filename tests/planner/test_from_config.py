@@ -11,6 +11,7 @@ from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
 from rlctl.planner import from_config
+from rlctl.planner.costs.time import CPU_MERGED_BYTES_PER_S
 from rlctl.planner.from_config import cluster_from_config, local_gpus, moment_bytes
 from rlctl.planner.result import Plan
 from rlctl.telemetry.phases import Phase
@@ -121,6 +122,13 @@ def test_experts_one_after_the_other_and_rows_of_one_rollout_have_their_own_time
         ("meta-llama/Llama-3.1-8B", ["cluster.gpu=h100", "training.lora.refit=merged"], "merged", "Pinned"),
         ("meta-llama/Llama-3.1-8B", ["cluster.gpu=h100", "vllm.quantization=fp8"], "merged", "vllm.quantization"),
         ("HuggingFaceTB/SmolLM2-135M", ["cluster.gpu=cpu", "training.lora.refit=adapters"], "adapters", "Pinned"),
+        (
+            "HuggingFaceTB/SmolLM2-135M",
+            ["cluster.gpu=cpu", "model.dtype=bfloat16", "training.lora.refit=adapters"],
+            "adapters",
+            "Pinned",
+        ),
+        ("HuggingFaceTB/SmolLM2-135M", ["cluster.gpu=cpu"], "delta", r" s with adapters."),
         ("deepseek-ai/DeepSeek-V3", ["cluster.gpu=h200", "cluster.nodes=32"], "merged", "latent attention"),
     ],
 )
@@ -141,10 +149,21 @@ def test_the_plan_says_how_adapters_reach_the_engines(name: str, sets: list[str]
         ),
         (
             "HuggingFaceTB/SmolLM2-135M",
-            ["cluster.gpu=cpu", "model.dtype=bfloat16", "training.lora.refit=adapters"],
-            "model.dtype = bfloat16",
+            ["cluster.gpu=cpu", "run.algorithm=distillation", "teacher.policy=true", "training.lora.refit=adapters"],
+            "own teacher averages merged weights",
         ),
         ("Qwen/Qwen3-30B-A3B", ["cluster.gpu=cpu", "training.lora.refit=adapters"], "layers of experts"),
+        ("HuggingFaceTB/SmolLM2-135M", ["cluster.gpu=cpu", "training.lora.dropout=0.1"], "ratios of fresh tokens"),
+        (
+            "Qwen/Qwen3-30B-A3B",
+            ["cluster.gpu=h100", "training.lora.refit=delta", "training.lora.targets=all-linear"],
+            "engines stack routed experts",
+        ),
+        (
+            "HuggingFaceTB/SmolLM2-135M",
+            ["cluster.gpu=cpu", "training.lora.refit=delta", "training.lora.modules_to_save=[lm_head]"],
+            "modules that are trained whole .* are sent with all weights",
+        ),
         (
             "HuggingFaceTB/SmolLM2-135M",
             ["cluster.gpu=cpu", "training.lora.rank=0", "training.lora.refit=delta"],
@@ -174,3 +193,17 @@ def adapted_plan(name: str, *sets: str) -> Plan:
     assert facts is not None
     adapters = ["model.name=x", "training.lora.rank=16"]
     return plan_of(resolve(sets=[*adapters, *sets], environment={}).config, facts)
+
+
+def test_a_plan_of_several_adapters_counts_their_changes() -> None:
+    """SmolLM2-135M has 30 layers of seven matrices; rank 16 gives 4,884,480 parameters. Each has 12 bytes of weights
+    and moments, which leave and come back."""
+    facts = lookup("HuggingFaceTB/SmolLM2-135M")
+    assert facts is not None
+    sets = ["model.name=x", "cluster.gpu=cpu", "training.lora.rank=16", "training.lora.refit=delta", "training.dp=1"]
+    config = resolve(sets=[*sets, "model.dtype=float32"], environment={}).config
+    alone, turns = (plan_of(config, facts, held_adapters=held) for held in (1, 4))
+    changes = turns.seconds[Phase.REFIT] - 2 * alone.seconds[Phase.REFIT]
+    merged = 4 * 30 * (576 * (576 + 2 * 192 + 576) + 3 * 576 * 1536) / CPU_MERGED_BYTES_PER_S
+    copied = 2 * 12 * 4_884_480 / (turns.request.cluster.device.memory_bandwidth / 2)
+    assert changes == pytest.approx(merged + copied, rel=1e-3)

@@ -24,8 +24,14 @@ RUNS = (
     ("rlctl on one H100", "", "h100"),
 )
 
+QUICK = (0, 3, 4, 6, 11)
+"""A dense model, an asynchronous run, another GPU, float8, and a run of rlctl."""
 
-@pytest.mark.parametrize(("publication", "recipe", "gpu"), RUNS)
+
+@pytest.mark.parametrize(
+    ("publication", "recipe", "gpu"),
+    [pytest.param(*run, marks=() if number in QUICK else pytest.mark.slow) for number, run in enumerate(RUNS)],
+)
 def test_a_published_step_is_within_its_range(
     publication: str, recipe: str, gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ def held_at(free: float, monkeypatch: pytest.MonkeyPatch, *sets: str) -> list[st
     resolved = resolve("laptop", sets=["model.dtype=float32", "cluster.gpu=cpu", *sets], environment={})
     facts, told = lookup(MODEL), list[str]()
     assert facts is not None
-    plan = step_plan(resolved.config, facts, name_run(resolved, told.append).method, None, None, None)
+    plan = step_plan(resolved.config, facts, name_run(resolved, told.append).method, None, (), None)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=int(free)))
     require_disk(resolved.config, plan, Path("runs"), told.append)
     return told

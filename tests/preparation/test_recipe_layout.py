@@ -41,7 +41,7 @@ def resolved(folder: Path, name: str, *overrides: str) -> Resolved:
 
 def checked(asked: Resolved, facts: ModelFacts, gpu: str) -> tuple[Resolved, Plan]:
     method = method_from_config(asked.config, tries_loss=False)
-    planned = plan_run(Located(asked, method, facts, None, gpu))
+    planned = plan_run(Located(asked, method, facts, (), gpu))
     return planned.resolved, planned.early
 
 

@@ -71,24 +71,21 @@ def test_the_object_of_json_has_counts_and_every_key(capsys: pytest.CaptureFixtu
     assert found["unsupported"] == []
 
 
-def test_a_recipe_of_another_algorithm_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_recipe_that_rlctl_does_not_run_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text(
-        "distillation: { max_num_steps: 3 }\nteachers: [{ model_name: x/z }, { model_name: z }]\n"
-        "policy: { model_name: x/y, train_global_batch_size: 32 }\n"
-    )
+    path.write_text("distillation: { max_num_steps: 3 }\npolicy: { model_name: x/y, train_global_batch_size: 32 }\n")
     code, out, err = rlctl(capsys, "config", "import", str(path))
     assert code == 0
     assert "algorithm" not in out
     code, out, err = rlctl(capsys, "train", "grpo", "--config", str(path), "--dry-run", "--allow-differences")
     assert (code, out) == (2, "")
-    assert "which rlctl does not run yet" in err
+    assert "distills and names no teacher" in err
     assert "--allow-differences" not in err
     path.write_text(path.read_text() + "loss_fn: { token_level_loss: true }\ncluster: { num_nodes: 0 }\n")
     code, out, _ = rlctl(capsys, "config", "import", "--all", str(path))
     assert (code, "\nrlctl cannot run this yet:\n" in out, "--allow-differences" in out) == (0, True, False)
     _, _, err = rlctl(capsys, "config", "import", str(path))
-    assert "which rlctl does not run yet" in err
+    assert "distills and names no teacher" in err
     assert len(err.splitlines()) == 3
 
 

@@ -48,7 +48,7 @@ def test_a_recipe_with_images_is_imported_and_planned(name: str, tmp_path: Path)
     config, policy = resolved.config, asked["policy"]
     assert config.model.images is True
     named = name_run(resolved, lambda _: None)
-    planned = plan_run(Located(named.resolved, named.method, published_facts(config.model), None, "h100"))
+    planned = plan_run(Located(named.resolved, named.method, published_facts(config.model), (), "h100"))
     resolved, plan = planned.resolved, planned.early
     assert plan.facts.vision is not None
     assert plan.facts.vision.kind == "qwen2_5_vl"

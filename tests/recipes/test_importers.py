@@ -14,7 +14,6 @@ import pytest
 
 import rlctl
 from rlctl.config import plugins
-from rlctl.config.plugins import EntryPointGroup
 from rlctl.config.recipes import Entry, Import
 from rlctl.errors import ConfigError, InputError
 from rlctl.methods.configuration import resolve
@@ -55,8 +54,8 @@ def abacus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, __name__, sys.modules[Abacus.__module__])
     found = plugins._entry_points
 
-    def with_abacus(group: EntryPointGroup, places: tuple[str, ...]) -> metadata.EntryPoints:
-        return metadata.EntryPoints([entry]) if group == "rlctl.recipes" else found(group, places)
+    def with_abacus(places: tuple[str, ...]) -> metadata.EntryPoints:
+        return metadata.EntryPoints([*found(places), entry])
 
     monkeypatch.setattr(plugins, "_entry_points", with_abacus)
     available.importer.cache_clear()

@@ -53,7 +53,7 @@ def written(tmp_path: Path, values: dict[str, Any], base: str = "") -> Path:
     return path
 
 
-def recipe(tmp_path: Path, base: str = "llama_megatron.yaml", **changes: Any) -> Import:
+def recipe(tmp_path: Path, base: Any = "llama_megatron.yaml", **changes: Any) -> Import:
     """The Megatron recipe, or another, with `changes` merged in by dotted key (`__` for a dot)."""
     values = nest({key.replace("__", "."): value for key, value in changes.items()})
     return import_recipe(written(tmp_path, values, base)).without_invalid(registry().config_class)
@@ -184,6 +184,8 @@ MAPPED = [
     ({}, {"ddp.average_in_collective": ABSENT}, {f"{DDP}.average_in_collective": "not applicable"}),
     ({"policy__megatron_cfg__peft": PEFT},
      {"training.lora.rank": 8, "training.lora.alpha": 16, "training.lora.targets": ["attention"]}, {}),
+    ({"policy__megatron_cfg__peft": PEFT | {"target_modules": ["linear_qkv"]}},
+     {"training.lora.rank": 8, "training.lora.targets": ["linear_qkv"]}, {}),
     ({"policy__megatron_cfg__peft": PEFT | {"enabled": False}}, {"training.lora.rank": ABSENT}, {}),
     ({"policy__megatron_cfg__peft": PEFT | {"exclude_modules": ["*out_proj*"]}},
      {"training.lora.exclude": ["*out_proj*"]}, {}),
@@ -444,7 +446,6 @@ def test_deprecated_names_go_through_the_table(tmp_path: Path) -> None:
         ("policy__megatron_cfg__fp8_cfg", {"enabled": True, "fp8": "e5m2"}),
         ("policy__megatron_cfg__fp8_cfg", {"enabled": True, "fp8": "e4m3", "fp8_param": True}),
         ("policy__megatron_cfg__fp8_cfg", {"enabled": True, "fp8": "e4m3", "fp8_multi_head_attention": True}),
-        ("policy__megatron_cfg__peft", {"enabled": True, "dim": 8, "target_modules": ["linear_qkv"]}),
         ("policy__megatron_cfg__peft", {"enabled": True, "dim": 8, "dropout": 0.1}),
         ("data__dataset_name", "clevr"),
         ("env__sliding_puzzle_game__cfg", {"size": 4}),
@@ -658,11 +659,6 @@ def test_what_a_critic_cannot_do_is_refused_by_the_recipes_own_key(tmp_path: Pat
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        (
-            {"distillation": {"max_num_steps": 1}, "teachers": [{"model_name": "x"}, {"model_name": "y"}]},
-            "several teachers",
-        ),
-        ({"grpo": {}, "on_policy_distillation": {"enabled": True}}, "teachers by agent"),
         ({"eval": {"metric": "pass@k"}, "generation": {"temperature": 0.0}}, "evaluates"),
         (
             {
@@ -1067,6 +1063,7 @@ def test_the_reward_of_math_is_nemo_rl_s(tmp_path: Path) -> None:
         r"\boxed{42} or \boxed{7}", "no number",
     ]  # fmt: skip
     expected = {completion: theirs([r"\boxed{42}"], [completion])[0] for completion in completions}
+    assert callable(ours)
     assert {completion: ours(completion, source[0]) for completion in completions} == expected
 
 
@@ -1474,6 +1471,54 @@ def test_a_recipe_of_distillation_runs(tmp_path: Path) -> None:
     assert method_from_config(config).teacher_top == 64
 
 
+def test_a_recipe_of_one_teacher_of_nemo_gym_s_agents_runs() -> None:
+    """Agents of one checkpoint have one teacher. What rlctl does otherwise is named."""
+    result = import_recipe(RECIPES / "agents_teachers.yaml")
+    assert (result.foreign, result.unsupported, result.of("not known")) == (None, [], [])
+    changed = {entry.key for entry in result.of("changed")}
+    assert "on_policy_distillation.non_colocated_teachers.enabled" in changed
+    resolved = resolve(files=[result.path], environment={})
+    resolved.require_supported()
+    config = resolved.config
+    assert (config.run.algorithm, config.teacher.model, config.teacher.tp) == ("distillation", "Qwen/Qwen3-4B", 2)
+    assert (config.distillation.loss, config.distillation.weight, config.distillation.reward_weight) == (
+        "sampled",
+        1,
+        0,
+    )
+    assert (config.rollouts.mode, config.batch.optimizer_steps, config.environment.name) == ("async", 1, "nemo-gym")
+    loss = config.loss
+    assert (loss.importance_correction, loss.importance_cap, loss.importance_floor) == ("masked", 5.0, 0.2)
+    assert (loss.kl_coefficient, loss.error_mask, config.filter.truncated) == (0, 2.0, "mask")
+    assert method_from_config(config).needs == {"teacher_logprobs"}
+
+
+def test_teachers_of_nemo_gym_s_agents_are_those_of_rows_that_name_them(tmp_path: Path) -> None:
+    """The default one has the rows of other agents, unless each agent must be named."""
+    agents = {"math": "org/one", "code": "org/two", "tools": "org/one"}
+    for strict in (False, True):
+        opd = {"enabled": True, "teacher_model_by_agent_name": agents, "default_teacher_alias": "code",
+               "strict_agent_name_match": strict}  # fmt: skip
+        path = written(tmp_path, {"grpo": {"adv_estimator": {"name": "opd"}}, "on_policy_distillation": opd})
+        assert (found := import_recipe(path)).unsupported == []
+        assert found.of("not known") == []
+        teacher = resolve(files=[path], environment={}).config.teacher
+        assert teacher.field == "agent_ref.name"
+        rest = () if strict else ("*",)
+        assert [(str(entry.model), entry.sources) for entry in teacher.models] == [
+            ("org/one", ("math", "tools")), ("org/two", ("code", *rest)),
+        ]  # fmt: skip
+
+
+def test_a_loss_without_ppo_s_ratio_needs_one_optimizer_step_a_batch(tmp_path: Path) -> None:
+    for size, status_of in ((32, "skipped"), (16, "not yet")):
+        sections = {"grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4},
+                    "loss_fn": {"disable_ppo_ratio": True}, "policy": {"train_global_batch_size": size}}  # fmt: skip
+        found = import_recipe(written(tmp_path, sections))
+        named = [entry.key for entry in found.of("not yet")]
+        assert ("loss_fn.disable_ppo_ratio" in named) == (status_of == "not yet")
+
+
 @pytest.mark.parametrize(("kind", "share"), [("forward", 1.0), ("reverse", 0.0), ("mixed", 0.5)])
 def test_the_divergence_is_that_of_the_recipe(tmp_path: Path, kind: str, share: float) -> None:
     assert distillation(tmp_path, loss_fn__kl_type=kind).values["distillation.forward_share"] == share
@@ -1493,7 +1538,9 @@ def test_a_teacher_of_dtensor_keeps_its_sizes(tmp_path: Path) -> None:
     assert (result.values["teacher.tp"], result.values["teacher.cp"]) == (8, 2)
 
 
-def across_tokenizers(tmp_path: Path, loss: dict[str, Any] | None = None, **of_teacher: Any) -> Import:
+def across_tokenizers(
+    tmp_path: Path, loss: dict[str, Any] | None = None, *further: dict[str, Any], **of_teacher: Any
+) -> Import:
     data = {
         "dataset_name": "arrow_text",
         "data_files": "hf://datasets/nvidia/Texts-v1/Formal-Logic/*.parquet",
@@ -1518,7 +1565,8 @@ def across_tokenizers(tmp_path: Path, loss: dict[str, Any] | None = None, **of_t
         "policy": {"model_name": "meta-llama/Llama-3.2-1B", "tokenizer": {"name": "meta-llama/Llama-3.2-1B"},
                    "precision": "bfloat16", "train_global_batch_size": 8, "train_micro_batch_size": 1,
                    "max_total_sequence_length": 1024, "dtensor_cfg": dtensor},
-        "teacher": None, "teachers": [teacher], "data": {"train": data, "default": {"prompt_file": "cot.txt"}},
+        "teacher": None, "teachers": [teacher, *further],
+        "data": {"train": data, "default": {"prompt_file": "cot.txt"}},
     }  # fmt: skip
     return import_recipe(written(tmp_path, values))
 
@@ -1538,6 +1586,27 @@ def test_a_recipe_across_tokenizers_with_one_teacher_runs(tmp_path: Path) -> Non
     assert (found.top_k, found.forward_share, found.balanced, found.sft_weight) == (8192, 1.0, True, 1.0)
     assert method_from_config(config).teacher_top == 8192
     assert (config.validation.every, config.validation.holdout) == (10, 64)
+
+
+def test_a_recipe_across_tokenizers_with_several_teachers_runs(tmp_path: Path) -> None:
+    """`total_kd` of NeMo-RL is the sum of weight times divergence; rlctl's weights are divided by their sum."""
+    second = {"model_name": "meta-llama/Llama-3.2-3B", "weight": 3.0, "tokenizer": {"name": "meta-llama/Llama-3.2-3B"}}
+    loss = {"kd_loss_mode": "sum", "dynamic_loss_scaling": False, "kl_loss_weight": 0.5, "ce_loss_scale": 0.1}
+    result = across_tokenizers(tmp_path, loss, second)
+    assert (result.foreign, result.unsupported, result.of("not known")) == (None, [], [])
+    resolved = resolve(files=[result.path], environment={})
+    resolved.require_supported()
+    config = resolved.config
+    assert (config.run.algorithm, config.teacher.model, config.teacher.mix) == ("distill", None, "divergences")
+    assert (config.distillation.weight, config.distillation.sft_weight) == (2.0, 0.1)
+    assert [(str(entry.model), entry.weight, entry.own_tokenizer) for entry in config.teacher.models] == [
+        ("Qwen/Qwen3-4B", 1.0, True), ("meta-llama/Llama-3.2-3B", 3.0, True),
+    ]  # fmt: skip
+    result = across_tokenizers(
+        tmp_path, {"kd_loss_mode": "select_teacher", "sum_weights_metric": "ce"}, second | {"gold_loss": True}
+    )
+    names = {"loss_fn.kd_loss_mode", "loss_fn.sum_weights_metric", "teachers.1.gold_loss"}
+    assert {entry.key for entry in result.of("not yet")} == names
 
 
 def test_what_of_distillation_across_tokenizers_is_other_is_named(tmp_path: Path) -> None:

@@ -143,6 +143,21 @@ def test_keys_of_a_script_become_those_that_mean_the_same(script: Path) -> None:
     assert [term.name for term in config.reward.terms] == ["math-verify"]
 
 
+def test_teachers_with_a_key_are_those_of_rows_with_it(script: Path) -> None:
+    """verl leaves its default `teacher_model` out where others are listed."""
+    place = "+distillation.teacher_models."
+    keys = ("enabled=True", "teacher_key=kind", "teacher_models.teacher_model.model_path=org/default")
+    several = [f"{place}{name}.{key}" for name, model in (("math", "one"), ("code", "two"))
+               for key in (f"model_path=org/{model}", f"key=of-{name}")]  # fmt: skip
+    teacher = resolved(script, *(f"+distillation.{key}" for key in keys), *several).config.teacher
+    assert teacher.field == "kind"
+    assert [(str(entry.model), entry.sources) for entry in teacher.models] == [
+        ("org/one", ("of-math",)), ("org/two", ("of-code",)),
+    ]  # fmt: skip
+    alone = resolved(script, *(f"+distillation.{key}" for key in keys)).config.teacher
+    assert (str(alone.model), alone.models, alone.field) == ("org/default", (), None)
+
+
 @pytest.mark.parametrize("loss", ["sapo", "cispo"])
 def test_bounds_that_a_loss_lacks_are_left_out(script: Path, loss: str) -> None:
     mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"

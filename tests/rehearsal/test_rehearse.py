@@ -19,13 +19,15 @@ from rlctl.methods.configuration import resolve
 from rlctl.methods.kto import LabelRows
 from rlctl.models.catalog import entries
 from rlctl.models.constraints import fsdp_problems, policy_problems
+from rlctl.models.families import FAMILIES as OWN_FAMILIES
 from rlctl.models.families import facts_from_hf_config
 from rlctl.preparation.job import Job, prepare_job
 from rlctl.rehearsal.row_checks import look_at_rows, look_at_run
-from rlctl.rehearsal.shrink import MOST_PROCESSES, small_parallel, usual_letter
+from rlctl.rehearsal.shrink import MOST_PROCESSES, StandIns, small_parallel, small_values, usual_letter
 from rlctl.rehearsal.stand_ins import generated_rows, write_model
 from rlctl.runs.directory import RunDirectory
 from rlctl.settings.data import DataConfig
+from rlctl.settings.other_models import TextTeacherConfig
 from rlctl.settings.rewards import RewardConfig
 from rlctl.tiny_models.text import FAMILIES, tiny_config, write_tiny_family
 from support.commands import Run, rlctl
@@ -55,8 +57,12 @@ def test_a_tiny_model_is_of_the_kind_of_the_published_one() -> None:
     """Attention, experts, norms and rotary embeddings are those of every model of the catalog whose family trains."""
     kinds = set()
     for entry in (entry for entry in entries() if entry.facts and entry.facts.family in FAMILIES):
-        facts, tiny = entry.facts, facts_from_hf_config(tiny_config(entry.facts))
-        for name in ("tied_embeddings", "qkv_bias", "qk_norm", "activation", "rope", "window_rope", "norm_eps"):
+        facts = entry.facts
+        assert facts is not None
+        tiny = facts_from_hf_config(tiny_config(facts))
+        factors = ("embedding_scale", "residual_scale", "logits_scale") if facts.family == "granite" else ()
+        for name in (*factors, "tied_embeddings", "qkv_bias", "qk_norm", "wide_qk_norm", "activation", "rope",
+                     "window_rope", "norm_eps"):  # fmt: skip
             assert getattr(tiny, name) == getattr(facts, name), (entry.names[0], name)
         assert (tiny.kv_heads == tiny.heads) == (facts.kv_heads == facts.heads)
         assert (tiny.mla is None, tiny.sliding_window is None) == (facts.mla is None, facts.sliding_window is None)
@@ -66,7 +72,7 @@ def test_a_tiny_model_is_of_the_kind_of_the_published_one() -> None:
             assert bool(tiny.moe.dense_layers) == bool(facts.moe.dense_layers)
         assert (tiny.moe is None) == (facts.moe is None)
         kinds.add(facts.family)
-    assert kinds == {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "deepseek_v3", "gemma3", "gpt_oss"}
+    assert kinds == {*OWN_FAMILIES} - {"phi3"}  # the catalog has configurations of these
 
 
 @pytest.mark.parametrize("rows", [PROMPTS, TextRows(), PairRows(), LabelRows()])
@@ -82,6 +88,26 @@ def test_generated_rows_have_the_columns_that_are_asked_for(tmp_path: Path, rows
 def test_plain_texts_are_generated_for_a_teacher_with_another_tokenizer(tmp_path: Path) -> None:
     generated_rows(tmp_path / "rows.jsonl", DataConfig(name="somebody/data"), RewardConfig(), TextRows(), plain=True)
     assert json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0]).keys() == {"text"}
+
+
+def test_several_teachers_stay_several_in_a_rehearsal(tmp_path: Path) -> None:
+    """One stand-in has the weights and tokenizers of all, and each has all rows."""
+    model = write_tiny_family(tmp_path / "model", "llama")
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": "one and two"}) + "\n")
+    sources = [{"name": str(tmp_path / f"{name}.jsonl")} for name in ("a", "b")]
+    listed = [{"model": str(model), "own_tokenizer": True, "sources": [sources[0]["name"]]},
+              {"model": str(model), "weight": 3.0}]  # fmt: skip
+    flags = {"model.name": str(model), "cluster.gpu": "cpu", "run.algorithm": "distill", "data.sources": sources,
+             "teacher.models": listed, "teacher.mix": "divergences", "batch.prompts": 2, "run.steps": 1}  # fmt: skip
+    job = prepare_job(resolve(flags=flags, environment={}))
+    values = small_values(job.config, job.plan, StandIns(tmp_path, model, tmp_path / "teacher"))
+    teacher, stand_in = resolve(flags=flags | values, environment={}).config.teacher_section, tmp_path / "teacher"
+    assert isinstance(teacher, TextTeacherConfig)
+    assert [(entry.model, entry.own_tokenizer, entry.weight, entry.sources) for entry in teacher.models] == [
+        (str(stand_in), True, 1.0, ()), (str(stand_in), False, 3.0, ()),
+    ]  # fmt: skip
+    assert teacher.mix == "divergences"
 
 
 def test_completions_end_at_a_letter_of_a_tenth_of_the_tokens() -> None:
@@ -143,11 +169,13 @@ def test_a_reward_that_fails_is_told_in_its_own_words(capsys: pytest.CaptureFixt
     assert "memory" in found["not_rehearsed"]
 
 
-def test_a_family_without_a_file_is_said_to_have_none(tmp_path: Path) -> None:
+def test_a_reward_model_of_a_family_without_a_file_is_refused(tmp_path: Path) -> None:
     config = resolve(preset="laptop", environment={}).config
     plan = plan_of(config, tiny_facts(tied=False))
-    with pytest.raises(InputError, match=r"A tiny GPT2LMHeadModel cannot be made .* have no file of this family"):
-        write_model(tmp_path / "tiny", config.model, plan, replace(plan.facts, family="GPT2LMHeadModel"))
+    with pytest.raises(
+        InputError, match=r"A tiny reward model of GPT2LMHeadModel cannot be made .* no file of this family"
+    ):
+        write_model(tmp_path / "tiny", config.model, plan, replace(plan.facts, family="GPT2LMHeadModel"), scores=True)
     assert not (tmp_path / "tiny").exists()
 
 
@@ -198,6 +226,7 @@ COVERING = {
     "ppo, TP2 CP2": [*SMALL, "--algorithm", "ppo", "--set", "training.tp=2", "--set", "training.cp=2"],
     "gspo, gpt-oss, VPP2": [*SMALL, "--model", "openai/gpt-oss-20b", "--algorithm", "gspo", "--set", "training.pp=2",
                             "--set", "training.vpp=2"],
+    "grpo, ERNIE 4.5 without a file": [*SMALL, "--model", "baidu/ERNIE-4.5-21B-A3B-PT", "--nodes", "8"],
     "rloo, gemma, FSDP2": [*SMALL, "--model", "google/gemma-3-1b-it", "--algorithm", "rloo", "--backend", "dtensor"],
     "cispo, Mixtral, float16": [*SMALL, "--model", "mistralai/Mixtral-8x7B-Instruct-v0.1", "--algorithm", "cispo",
                                 "--set", "model.dtype=float16", "--lora"],

@@ -229,6 +229,18 @@ def test_a_sample_is_a_conversation(prompt: Any, expected: list[str]) -> None:
     assert "'role'" not in text
 
 
+def test_curves_of_sources_have_their_names_without_folders() -> None:
+    values = [{"a/my_envs.py:Game": {"turns_mean": step / 9}, "b": {"reward_mean": step / 8}} for step in (1, 2, 3)]
+    checked = [{f"sources/{source}/{name}": of[name] for source, of in each.items() for name in of} for each in values]
+    lines = [
+        line(step, sources=each, validation=seen)
+        for step, (each, seen) in enumerate(zip(values, checked, strict=True), 1)
+    ]
+    found = captions(page([run(lines=lines)]))
+    for name in ("turns mean of my_envs.py:Game", "reward mean of b"):
+        assert any(name in caption and f"validation: {name}" in caption for caption in found)
+
+
 def test_axes_have_units() -> None:
     text = page([run(lines=[line(step, reward_terms={"b.py:brief": step / 9}) for step in (1, 2, 3)])])
     assert "reward terms: b.py:brief" in captions(text)

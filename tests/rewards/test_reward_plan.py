@@ -393,18 +393,19 @@ def test_a_function_out_of_time_is_named_with_its_row(tmp_path: Path) -> None:
     assert re.search(why, scores.dropped[0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.guard
 def test_slow_expressions_cost_their_own_scores_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a busy machine: CPU time is what counts, and math-verify's own alarm of 5 s is off."""
     monkeypatch.setattr(scoring_process, "SLOW_S", 1.0)
     source = jsonl(tmp_path, {"prompt": r"Write it in \boxed{}.", "answer": "5"})
     plan = prepare_rewards(reward("math-verify", timeout_s=120.0), source)
     slow, right = r"\boxed{10^{10^{10}}}", r"\boxed{5}"
-    scores = score(plan, source, *[slow] * 4, *[right] * 4)
-    assert scores.rewards == (0, 0, 0, 0, 1, 1, 1, 1)
-    assert scores.failures == 4
+    scores = score(plan, source, *[slow] * 2, *[right] * 2)
+    assert scores.rewards == (0, 0, 1, 1)
+    assert scores.failures == 2
     with pytest.raises(WaitTimeoutError, match=r"reward\.timeout_s = 1 s: scorer math-verify was at .*line 1"):
-        score(replace(plan, timeout_s=1.0, on_error="stop"), source, *[slow] * 4)
+        score(replace(plan, timeout_s=1.0, on_error="stop"), source, *[slow] * 2)
 
 
 def test_much_to_score_is_dealt_to_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +18,7 @@ from PIL import Image
 from rlctl.backends.base import EngineSpec, EpisodeWorker
 from rlctl.backends.batching.batch import WeightedSequence
 from rlctl.backends.batching.packed_rows import build_row
-from rlctl.backends.messages import GroupRequest, SampleResult, Sampling, attached
+from rlctl.backends.messages import GroupRequest, SampleRequest, SampleResult, Sampling, attached
 from rlctl.cluster.ray_session import fetch, put
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.prompt_records import row_from_record
@@ -25,10 +27,12 @@ from rlctl.data.rollouts import MediaPart, Turn, contexts_of
 from rlctl.errors import InputError, WorkerError
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.rollouts import episodes
 from rlctl.rollouts.environment_episodes import EnvironmentEpisodes, episode_request, episode_seed
 from rlctl.rollouts.episodes import Episode, result_of
 from rlctl.rollouts.scored_groups import groups_with_scores, load_groups, save_groups
 from rlctl.rollouts.source import sample_seed
+from rlctl.rollouts.source_episodes import SourceEpisodes
 from rlctl.settings.data import DataConfig, ModelConfig
 from support.chat_formats import FORMATS, write_of_formats
 from support.engine_host import SwappingEngine, hosted
@@ -303,6 +307,32 @@ def test_a_failing_environment_costs_its_own_rollouts(host: Any, tiny_llama: Pat
         assert [one.reward for one in groups[0].rollouts] == [0.0 if one.failure else 3.0 for one in result.episodes]
 
 
+@pytest.mark.long
+def test_an_engine_plays_each_group_in_the_environment_of_its_source(host: Any, tiny_llama: Path) -> None:
+    """Two environments, of which one fails in some episodes, next to prompts of one turn."""
+    counting, failing = play(tiny_llama, "Counting"), play(tiny_llama, "Failing", {"retries": 0}, how="raise")
+    made = SourceEpisodes({"a": counting, "b": failing, "c": counting}).within(200)
+    host.within(START_TIMEOUT_S).call(SwappingEngine.play, spec(tiny_llama), made)
+    sources = ("b", "a", "", "c", "b", "b")
+    asked = [
+        episode_request(place, replace(ROW, source=source), counting.turns.encoder, (place,), episode_seed(0, place))
+        if source
+        else GroupRequest(place, PROMPTS[0], (place,))
+        for place, source in enumerate(sources)
+    ]
+    results = call(host, EpisodeWorker.generate, asked, Sampling(6), 60.0)
+    even = [random.Random(episode_seed(0, place)).randint(0, 9) % 2 == 0 for place in range(len(sources))]
+    assert len({even[place] for place, source in enumerate(sources) if source == "b"}) == 2
+    for place, (source, result) in enumerate(zip(sources, results, strict=True)):
+        if not source:
+            assert (result.episodes, result.rewards) == ((), (None,))
+            continue
+        (facts,) = result.episodes
+        fails = source == "b" and even[place]
+        assert (facts.reason, "step raised KeyError: 'nothing'" in facts.cause) == ("raised" * fails, fails)
+        assert (facts.turns, result.rewards) == (2 if fails else 3, (1.0 if fails else 3.0 if source == "b" else 1.5,))
+
+
 def test_raw_texts_stand_between_turns_as_they_are(host: Any, tiny_llama: Path) -> None:
     made = play(tiny_llama, "Counting", {"append": "raw"})
     for result in played(host, tiny_llama, made, samples=1):
@@ -310,6 +340,42 @@ def test_raw_texts_stand_between_turns_as_they_are(host: Any, tiny_llama: Path) 
         after = np.flatnonzero(np.diff(mask.astype(int)) == -1)[0] + 1
         before = np.flatnonzero(np.diff(mask.astype(int)) == 1)[1] + 1
         assert made.turns.encoder.tokenizer.decode(tokens[after:before]) == "turn 1"
+
+
+def test_seconds_of_the_engine_are_those_with_a_continuation_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two continuations at once count once, and an attempt that failed counts for the environment."""
+    clock = 100.0
+
+    async def passing(seconds: float) -> None:
+        nonlocal clock
+        for _ in range(round(seconds)):
+            await asyncio.sleep(0)
+            clock = ends.pop(0) if ends else clock
+
+    class Runner:
+        async def sampled(self, request: SampleRequest) -> SampleResult:
+            await passing(request.sampling.max_new_tokens)
+            return SampleResult(request.key, np.array([1]), np.array([0.0]), np.array([0]), "x", "stop")
+
+    ends: list[float] = []
+    monkeypatch.setattr(episodes.time, "monotonic", lambda: clock)
+    episode = Episode(cast("Any", Runner()), "key", GroupRequest(0, (1, 2), (3,)), 3, Sampling(1))
+
+    async def play() -> None:
+        nonlocal clock
+        clock += 4  # an attempt that fails
+        episode.begin()
+        ends[:] = [107.0]
+        await episode.answer()  # 3 s
+        clock += 5
+        ends[:] = [113.0, 114.0, 116.0]
+        await asyncio.gather(episode.sample(1, (1,), ()), episode.sample(2, (1,), (), max_new_tokens=2))  # 4 s
+        clock += 1
+        episode.end()
+
+    asyncio.run(play())
+    facts = episodes._facts(episode)
+    assert (facts.model_s, facts.environment_s) == (7.0, 10.0)
 
 
 # Contexts: the model goes on from a conversation that is not the one before
@@ -391,6 +457,28 @@ def test_agents_of_a_program_share_a_beginning_and_each_sampled_token_is_trained
             assert (counts["branches"], counts["rewritten_answers"]) == (2, 1)
             mask = columns.loss_mask_T[columns.slice(sample)]
             assert mask.sum() == sum(turn.tokens for turn in result.transcripts[sample] if turn.role == "assistant")
+            asked = sorted(
+                (turn.request for turn in result.transcripts[sample] if turn.request), key=lambda r: r.number
+            )
+            assert [request.parent for request in asked] == [None, 1, 1, None]
+            assert all(0 <= request.began_s <= request.ended_s for request in asked)
+            assert asked[0].ended_s <= min(request.began_s for request in asked[1:])
+            assert asked[1].prompt_tokens > asked[0].prompt_tokens
+
+
+@pytest.mark.long
+def test_calls_of_a_conversation_are_texts_for_a_template_that_writes_none(host: Any, tiny_llama: Path) -> None:
+    """In the form in which the system prompt asks for them."""
+    made = play(tiny_llama, "program", command=[sys.executable, str(PROGRAM), "recalls"])
+    (result, *_) = played(host, tiny_llama, replace(made, max_length=512), samples=1)
+    assert len(require_exact(result, WholeTensorPolicy(tiny_llama), 0)) == 1
+    text = made.turns.encoder.tokenizer.decode(result.columns.tokens_T[: result.prompt_tokens])
+    call = '<tool_call>\n{"name": "look_up", "arguments": {"place": "here"}}\n</tool_call>'
+    said = ["What is here?", call, "a cup", "A cup.", "Answer"]
+    places = [text.index(words) for words in said]
+    assert places == sorted(places)
+    assert result.episodes[0].counts["gateway/rewritten_answers"] == 0  # the first request's answer is an example
+    assert [one.role for one in result.transcripts[0]][1:6] == ["user", "assistant", "user", "assistant", "user"]
 
 
 @pytest.mark.slow

@@ -153,7 +153,8 @@ def test_a_dry_run_shows_all_images_of_a_text(tmp_path: Path) -> None:
     assert (shown.images, shown.image_tokens) == (1, len(tokens))
 
 
-@pytest.mark.long
+@pytest.mark.guard
+@pytest.mark.slow
 def test_episodes_of_rows_with_images_are_played_by_the_whole_model(tmp_path: Path) -> None:
     model = write_vision_model(tmp_path / "model")
     square("red").save(tmp_path / "red.png")

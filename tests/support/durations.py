@@ -6,6 +6,7 @@ that needs a shared fixture. A test without a line counts as quick. `make durati
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,11 @@ TABLE = Path(__file__).parents[1] / "durations.txt"
 PROPERTY = "cpu"
 PIECE_S = 30.0
 ITEM_LIMIT_S = 5.0
-TOTAL_LIMIT_S = 36 * 60.0
-"""A tenth more than was measured beside other programs, which slow a processor down; ten minutes on two cores need
-1,100 s."""
+TOTAL_LIMIT_S = 18 * 60.0
+"""Nine minutes on two cores that compute all the time. `make test` takes about 15 minutes of it."""
+BUSY = 3.0
+"""Load average per processor above which other programs make CPU seconds too long to be judged: ranks that wait for
+each other poll meanwhile."""
 QUICK_S = 0.05
 SHARED = ("placement", "pools")
 """Session fixtures that take seconds to start (Ray and the engines; ranks of a policy): their tests stay together."""
@@ -176,6 +179,7 @@ class DurationsPlugin:
         self.fixtures: dict[str, float] = {}
         self.in_fixture = False
         self.problems: list[str] = []
+        self.busy = False
         self.files: set[Path] = set()
 
     @pytest.hookimpl(wrapper=True)
@@ -224,7 +228,8 @@ class DurationsPlugin:
             write_table(self.config.cache.mkdir("durations") / TABLE.name, self.recorded.table(read_table()))
         if self._ran_whole() and session.exitstatus in (0, 1):
             self.problems = self._over_limits()
-            session.exitstatus = session.exitstatus or int(bool(self.problems))
+            if not self.busy:
+                session.exitstatus = session.exitstatus or int(bool(self.problems))
 
     def _ran_whole(self) -> bool:
         option = self.config.option
@@ -240,6 +245,7 @@ class DurationsPlugin:
 
     def _over_limits(self) -> list[str]:
         self.slowness = (self.slowness + slowness()) / 2
+        self.busy = is_busy(os.getloadavg()[1], os.cpu_count() or 1)
         long = [
             f"{seconds:.1f} CPU seconds, over {ITEM_LIMIT_S:g}: {nodeid}"
             for seconds, nodeid in self.recorded.too_long(self.slowness)
@@ -263,8 +269,14 @@ class DurationsPlugin:
             f"CPU: {self.clock.seconds():.0f} s, of which tests {sum(self.recorded.items.values()):.0f} s and shared "
             f"fixtures {shared:.0f} s; this processor takes {self.slowness:.2f} times the reference's time"
         )
+        if self.busy and self.problems:
+            terminalreporter.write_line("Other programs are running, so these are no failures:")
         for problem in self.problems:
-            terminalreporter.write_line(problem, red=True)
+            terminalreporter.write_line(problem, red=not self.busy)
+
+
+def is_busy(load: float, processors: int) -> bool:
+    return load > BUSY * processors
 
 
 def make_scheduler(config: pytest.Config, log: Any) -> Any:

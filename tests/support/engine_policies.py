@@ -78,7 +78,8 @@ class WholeTensorPolicy(RefitSender, WeightSource):
         addresses = self.refit_make(channels, (place,), "127.0.0.1").addresses
         weakref.finalize(self, _unlink, list(addresses.values()))  # also when the tests are interrupted
         channels = tuple(replace(c, connection=replace(c.connection, address=addresses[c.index])) for c in channels)
-        assert self.refit_connect(SenderSetup(self.table, (place,), channels)) == ()
+        problems = self.refit_connect(SenderSetup(self.table, (place,), channels))
+        assert problems == (), problems
         by_name = {name: c.connection for c in channels for name in c.connection.receivers}
         engine.call(EngineWorker.refit_connect, tuple(by_name[need.name] for need in needs))
         self.refit_unlink()

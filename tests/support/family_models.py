@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 VOCAB, WINDOW = 251, 5
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 BASE = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attn_implementation": "eager", "initializer_range": 0.1,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "rope_parameters": PLAIN,
 }  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -66,7 +68,42 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 64, "rope_parameters": YARN | {"truncate": False}, "swiglu_limit": 1.0,
         },
     ),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, **IDS}),
+    "seed-oss": ("SeedOss", {**IDS}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1, "logits_scaling": 2.0},
+    ),
+    "phi3": (
+        "Phi3",
+        {"sliding_window": WINDOW, **IDS, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    ),
+    "glm4": ("Glm4", {"attention_bias": True, **IDS}),
+    "glm4-moe": (
+        "Glm4Moe",
+        MOE | {
+            "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, **IDS,
+        },
+    ),
+    "olmo2": ("Olmo2", {"initializer_range": 0.2, **IDS}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": WINDOW, "layer_types": WINDOWED, "initializer_range": 0.2, **IDS,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN},
+        },
+    ),
+    "olmoe": ("Olmoe", MOE | {"intermediate_size": 64, **IDS}),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "rotary_dim": 8, **IDS},
+    ),
+    "ernie4-5": ("Ernie4_5", {**IDS}),
+    "glm4-flash": ("Glm4MoeLite", LATENT | {"q_lora_rank": 32, "head_dim": None, **IDS}),
 }  # fmt: skip
+ALIKE = frozenset({"seed-oss", "ernie4-5", "olmo2", "olmoe", "smollm3", "glm4", "glm4-flash"})
+"""Families whose attention, experts and tensors are of kinds that others have, too."""
 
 EIGHT = LATENT | {"q_lora_rank": None, "head_dim": None, "n_routed_experts": 8, "routed_scaling_factor": 1.25}
 ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,12 +120,6 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
 """Models whose routers Megatron-Core alone does not compute, or only under some of its options."""
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "phi3": ("Phi3", {"sliding_window": WINDOW, "pad_token_id": 0}),
-    "olmo2": ("Olmo2", {"pad_token_id": 0}),
-    "granite": (
-        "Granite",
-        {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1, "logits_scaling": 2.0},
-    ),
     "gemma2": (
         "Gemma2",
         {
@@ -96,14 +127,11 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0,
         },
     ),
-    "glm4": ("Glm4", {"attention_bias": True, "pad_token_id": 0}),
     "cohere": ("Cohere", {"logit_scale": 0.5, "use_qk_norm": True, "tie_word_embeddings": True, "pad_token_id": 0}),
-    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
     "qwen2-moe": (
         "Qwen2Moe",
         MOE | {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 2, "norm_topk_prob": False},
     ),
-    "olmoe": ("Olmoe", MOE | {"intermediate_size": 64}),
     "starcoder2": ("Starcoder2", {"sliding_window": WINDOW, "use_bias": True}),
     "granite-moe-swa": (
         "GraniteMoeSWA",
@@ -133,18 +161,12 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", {"word_embed_proj_dim": 32, "ffn_dim": 128, "tie_word_embeddings": True}),
     "granite-moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}),
     "phimoe": ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "glm4-moe": (
-        "Glm4Moe",
-        MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    ),
     "dots1": ("Dots1", {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1,
                         "topk_group": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1}),
     "ministral3": ("Ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}, "sliding_window": None}),
     "exaone4": ("Exaone4", {"sliding_window": WINDOW, "layer_types": WINDOWED}),
-    "olmo3": ("Olmo3", {"sliding_window": WINDOW, "layer_types": WINDOWED, "pad_token_id": 0}),
     "hunyuan": ("HunYuanDenseV1", {"pad_token_id": 0}),
     "hunyuan-moe": ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 64, "pad_token_id": 0}),
-    "seed-oss": ("SeedOss", {"pad_token_id": 0}),
     "ernie-moe": (
         "Ernie4_5_Moe",
         {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1, "use_bias": True},
@@ -336,15 +358,11 @@ SEPARATE: dict[str, tuple[str, dict[str, Any]]] = {
 """Families without a file in `models/`, each rollout of which is a sequence of its own."""
 
 
-PACKAGED = {"smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0, "tie_word_embeddings": False})}
-"""Families whose file a package has (`examples/extend`)."""
-
-
 def configuration(family: str, vocab: int = VOCAB, **more: Any) -> tuple[str, Any]:
     """transformers' class of models and the configuration of a family; `more` is set in it."""
     import transformers
 
-    name, changes = (FAMILIES | ROUTERS | OTHERS | SEPARATE | PACKAGED)[family]
+    name, changes = (FAMILIES | ROUTERS | OTHERS | SEPARATE)[family]
     given = copy.deepcopy(BASE | changes | {"vocab_size": vocab} | more)  # a configuration may change what it is given
     text = "Text" if name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else ""
     values = {k: v for k, v in given.items() if v is not None or k == "q_lora_rank" or k == "sliding_window"}

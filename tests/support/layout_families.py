@@ -22,6 +22,7 @@ SIZES = {
 }  # fmt: skip
 MOE = MoeFacts(4, 2, 8)
 LATENT = {"kv_heads": 4, "head_dim": 12, "mla": MlaFacts(8, 8, 8, 4, 8)}
+BIASED = replace(MOE, expert_bias=True, score="sigmoid")
 DEEPSEEK_MOE = replace(MOE, shared_expert_intermediate=8, dense_layers=(0,), expert_bias=True, score="sigmoid")
 FAMILIES: dict[str, ModelFacts] = {
     "llama": ModelFacts("llama", **SIZES),
@@ -35,6 +36,11 @@ FAMILIES: dict[str, ModelFacts] = {
     "moonlight": ModelFacts("deepseek_v3", **(SIZES | LATENT | {"mla": MlaFacts(None, 8, 8, 4, 8)}), moe=DEEPSEEK_MOE),
     "gemma3": ModelFacts("gemma3", **SIZES, qk_norm=True, tied_embeddings=True),
     "gpt_oss": ModelFacts("gpt_oss", **SIZES, qkv_bias=True, moe=MOE),
+    "phi3": ModelFacts("phi3", **SIZES),
+    "glm4": ModelFacts("glm4", **SIZES, qkv_bias=True),
+    "glm4_moe": ModelFacts("glm4_moe", **SIZES, qkv_bias=True, qk_norm=True, moe=DEEPSEEK_MOE, mtp_layers=1),
+    "olmo2": ModelFacts("olmo2", **SIZES, qk_norm=True, wide_qk_norm=True),
+    "minimax_m2": ModelFacts("minimax_m2", **SIZES, qk_norm=True, wide_qk_norm=True, moe=BIASED),
 }
 
 Memory = list[dict[str, np.ndarray]]

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 # Times, and what is derived from them, differ between two runs that compute the same.
-TIMING_KEYS = frozenset({"seconds", "refit_seconds", "tokens_per_s", "refit_gb_per_s", "time", "system"})
+TIMING_KEYS = frozenset(
+    {"seconds", "refit_seconds", "tokens_per_s", "refit_gb_per_s", "time", "system", "episode_seconds"}
+)
 
 
 def without_timing(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_shared_experts": 1, "num_nextn_predict_layers": 0, "rope_parameters": BASE["rope_parameters"]},
     ),
 }
+KINDS |= {f"{kind}-experts": KINDS[kind] for kind in ("qwen3moe", "deepseek")}  # with adapters on routed experts
+KINDS["gpt-oss-experts"] = ("gpt-oss", {})
+KINDS |= {f"{kind}-whole": KINDS[kind] for kind in ("llama", "llama-tied")}  # with modules that are trained whole
 """Families, and what is set in them."""
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from rlctl.environments.interface import Ask, Message, Step
+from rlctl.environments.interface import Ask, Failure, Message, Step
 
 
 class Counting:
@@ -100,6 +100,21 @@ class Sums:
 
     def get_reward(self) -> float:
         return float(self.sum)
+
+
+class Down:
+    """A tool whose server is down for some words."""
+
+    def reset(self, **row: Any) -> str:
+        return "Ask."
+
+    def ask(self, words: str) -> str:
+        """Ask a server.
+
+        Args:
+            words: What it is asked.
+        """
+        raise Failure(f"no answer to {words}") if words == "now" else ValueError(f"{words} is no question")
 
 
 def undescribed(a: int) -> int:

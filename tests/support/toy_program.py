@@ -65,6 +65,17 @@ def main(how: str) -> None:
         assert not {*"ea"}.intersection(first["message"]["content"] + second["message"]["content"])
         messages.append({"role": "user", "content": "Again."})
         chat(messages)
+    elif how == "recalls":
+        called = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": '{"place": "here"}'}}
+        example = [
+            {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "1", "content": "a cup"},
+            {"role": "assistant", "content": "A cup."},
+        ]
+        messages[:0] = [{"role": "user", "content": "What is here?"}, *example]
+        chat(messages, tools=[TOOL])
+        messages.append({"role": "user", "content": "Again."})
+        chat(messages, tools=[TOOL])
     elif how == "harness":
         question = list(messages)
         first = chat(messages)["choices"][0]

@@ -28,6 +28,12 @@ class Prompts:
     def group_request(self, position: int, row: PromptRow, seeds: Sequence[int], run_seed: int) -> GroupRequest:
         return GroupRequest(position, tuple(self.tokens(row)), tuple(seeds))
 
+    def failing_shares(self) -> dict[str, float]:
+        return {"": 0.05}
+
+    def environment_digests(self) -> dict[str, str]:
+        return {"": ""}
+
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
         self.observed += len(groups)
 

@@ -56,8 +56,9 @@ def test_a_start_that_stands_still_writes_its_stacks_and_ends_with_1(tmp_path: P
     assert stacks.count("Thread 0x") >= 4  # of three threads, twice each but for the current one
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("what", ["works", "a child works", "waits with a limit"])
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_start_that_works_is_left_alone(what: str, tmp_path: Path) -> None:
     done = start(what, tmp_path / "run.log")
     assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")

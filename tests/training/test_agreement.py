@@ -77,3 +77,10 @@ def test_without_logprobs_from_before_a_batch_there_is_no_limit_but_ones_own() -
     assert agreement.check(1, step(0.1)) is None
     masked = {"importance_correction": "ratio", "sequence_mask": (0.9, 1.1)}
     assert Grpo(RlConfig.model_validate({**steps, "loss": masked})).needs == {"old_logprobs"}
+
+
+def test_an_exact_run_stops_at_any_difference() -> None:
+    agreement = Agreement.from_config(RlConfig(checks=RolloutChecksConfig(exact=True)), "bfloat16", ())
+    assert agreement.check(1, step(0.0)) is None
+    with pytest.raises(DivergenceError, match=r"step 2.*checks\.exact"):
+        agreement.check(2, step(1e-9))

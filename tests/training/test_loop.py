@@ -74,6 +74,8 @@ class Recorder:
         self.asked.append(("load", [row.position for row in batch.minibatches[0]]))
         return SimpleNamespace(padding_fraction=0.0, tokens=8, unshared_tokens=8, micro_batches=1, imbalance=0.0)
 
+    def refresh_teacher(self, step: int) -> None: ...
+
     def add_logprobs(self, column: str) -> None:
         self.asked.append(("logprobs", column))
 

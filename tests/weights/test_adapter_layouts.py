@@ -58,7 +58,7 @@ def test_the_parts_of_all_ranks_are_every_adapter_once(weights: MegatronWorld | 
             if (row := owner.get(piece.tensor)) is None:
                 continue
             outputs, inputs = layout.params[piece.param].shape
-            a = params.setdefault(f"{piece.param}.lora_a", torch.full((row.rank, inputs), float("nan")))
+            a = params.setdefault(f"{row.a} in {piece.param}", torch.full((row.rank, inputs), float("nan")))
             b = params.setdefault(f"{piece.param}.lora_b", torch.full((outputs, row.rank), float("nan")))
             (r, c), (pr, pc) = piece.tensor_box, piece.param_box
             a[:, pc.start : pc.start + pc.count] = whole[row.a][:, c.start : c.start + c.count]

@@ -93,6 +93,8 @@ def pairs(draw: st.DrawFn, first: str, second: str) -> tuple[ModelFacts, World, 
 @pytest.mark.parametrize("first", LAYOUTS)
 @FEW
 @given(data=st.data())
+@pytest.mark.slow
+@pytest.mark.guard
 def test_gather_of_scatter_is_the_model_through_every_pair(data: st.DataObject, first: str, second: str) -> None:
     try:
         facts, one, two = data.draw(pairs(first, second))

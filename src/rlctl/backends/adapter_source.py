@@ -9,8 +9,7 @@ import torch
 
 from rlctl.backends.base import PolicySpec, WeightSource
 from rlctl.backends.lora_adapter import Adapter
-from rlctl.errors import ConfigError
-from rlctl.weights.adapters import A, AdapterRow, AdapterWorld, B
+from rlctl.weights.adapters import A, AdapterRow, AdapterWorld, B, a_param
 
 if TYPE_CHECKING:
     from rlctl.weights.transfer_plan import World
@@ -25,8 +24,7 @@ class AdaptedPolicy(WeightSource, Protocol):
 
 
 class AdapterSource(WeightSource):
-    """A and B of the adapted layers, by the names `<parameter>.lora_a` and `.lora_b`. Parameters that share A send it
-    once."""
+    """A and B of the adapted layers, by the names of `AdapterWorld`."""
 
     sends_copies = True  # FSDP2's shards are gathered anew
 
@@ -35,28 +33,20 @@ class AdapterSource(WeightSource):
         self._rows: tuple[AdapterRow, ...] = ()
 
     def rows(self) -> tuple[AdapterRow, ...]:
-        """Return the adapters of all ranks. Collective. Raises ConfigError for adapters on stacked matrices."""
+        """Return the adapters of all ranks. Collective."""
         by_rank: list[dict[str, AdapterRow]] = [{} for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather_object(by_rank, self._here())
         self._rows = tuple({tensor: row for rows in by_rank for tensor, row in rows.items()}.values())
         return self._rows
 
     def _here(self) -> dict[str, AdapterRow]:
-        pieces: dict[str, dict[str, None]] = {}
-        for piece in self.policy.layouts().layout(self.rank).pieces:
-            pieces.setdefault(piece.param, {})[piece.tensor] = None
-        adapters = list(self.policy.adapters())  # all alive at once, so that addresses tell them apart
-        rows, names = dict[str, AdapterRow](), dict[int, str]()
-        for name, adapter in adapters:
-            if adapter.weight.dim() != 2:
-                raise ConfigError(
-                    f"training.lora.refit = delta: {name} is a stack of matrices, whose adapters are not sent alone.",
-                    "Set training.lora.refit=merged.",
-                )
-            for tensor in pieces.get(name, ()):
-                a = names.setdefault(adapter.a.data_ptr(), tensor + A)
-                rows[tensor] = AdapterRow(tensor, a, adapter.a.shape[0], adapter.scale)
-        return rows
+        return {
+            tensor: AdapterRow(tensor, tensors[0] + A, part.site.rank, part.site.scale)
+            for _, adapter in self.policy.adapters()
+            for part in adapter.parts
+            for tensors in [part.site.place.tensors]
+            for tensor in tensors
+        }
 
     def layouts(self) -> World:
         return AdapterWorld(self.policy.layouts(), self._rows, self.policy.spec.dtype)
@@ -64,5 +54,6 @@ class AdapterSource(WeightSource):
     def parameters(self) -> Mapping[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for name, adapter in self.policy.adapters():
-            tensors |= {name + A: adapter.a, name + B: adapter.b}
+            tensors[name + B] = adapter.b
+            tensors |= {a_param(part.site.place.tensors[0] + A, name): part.a for part in adapter.parts}
         return tensors

@@ -4,7 +4,7 @@ calls workers by reference to these Protocols: `group.call(PolicyWorker.load_mod
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -19,7 +19,9 @@ from rlctl.backends.batching.batch import (
     MinibatchResult,
     ValueLoss,
 )
+from rlctl.backends.batching.mixtures import Mixture, Taught
 from rlctl.backends.messages import GroupRequest, SampledGroup, SampleRequest, SampleResult, Sampling, Truncation
+from rlctl.backends.teacher_endpoint import Endpoint
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.cross_tokens import Projection
 from rlctl.errors import ConfigError
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from rlctl.backends.hidden_states import Paths, States
     from rlctl.transport.movers import Received
     from rlctl.transport.rounds import Connection, Need
     from rlctl.weights.adapters import AdapterRow
@@ -67,9 +70,21 @@ class Teaching:
     """Tokens of the student's vocabulary. Vocabularies of one tokenizer may be padded differently."""
     top: int = 0
     """Number of its most likely tokens at each position whose log-probs are computed too."""
-    by_text: bool = False
-    """The most likely tokens belong to a whole text, by their highest logit at any position; the teacher has its own
-    tokenizer and vocabulary `vocab`."""
+    chunk: str | None = None
+    """The column of the parts of the text, of a teacher with its own tokenizer and vocabulary `vocab`. Its most likely
+    tokens belong to a whole text, by their highest logit at any position. None: it has the student's tokenizer."""
+
+
+@dataclass(frozen=True)
+class OwnTeacher:
+    """The teacher of self-distillation: the policy of an earlier step, a second model in the policy's processes."""
+
+    top: int = 0
+    """As `Teaching.top`."""
+    every: int | None = None
+    """Steps between its updates; None: none."""
+    rate: float = 1.0
+    """The policy's share of its new weights."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,8 @@ class PolicySpec:
     recompute: Literal["none", "selective", "full"] = "none"
     optimizer_offload: bool = False
     """The optimizer's states wait in host memory between its steps."""
+    exact: bool = False
+    """Log-probs have the engine's bits (`checks.exact`)."""
     reference_offload: bool = False
     """The reference's weights wait in host memory while they are not computed with."""
     save_copies: bool = True
@@ -116,10 +133,16 @@ class PolicySpec:
     """The grid that weights are rounded to; the critic and a teacher have none."""
     critic: CriticSpec | None = None
     """The critic on the same ranks (`CriticWorker`); None: no critic."""
+    own_teacher: OwnTeacher | None = None
+    """The policy of an earlier step as its teacher; None: there is no such teacher."""
     valued: bool = False
     """Whether the model returns a value per position in place of logits, like a critic or a reward model."""
     teaches: Teaching | None = None
     """Not None: nothing is trained, and there are neither gradients nor an optimizer."""
+    beside: tuple[PolicySpec, ...] = ()
+    """Further models in a teacher's processes, of other architectures and with the same layout."""
+    together: bool = True
+    """They stay on the device while another of them computes; if not, in host memory."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig."""
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -134,6 +157,15 @@ class PolicySpec:
         blocks = {"mxfp8": 32, "blockwise": 128 if self.parallel.sequence_parallel else 16}
         part = blocks.get(self.megatron.get("fp8_recipe", ""), 16)
         return lcm(self.parallel.row_multiple, part * self.parallel.tp * self.parallel.cp)
+
+    def teaching(self, task: Teaching) -> PolicySpec:
+        """Return the specification of a teacher of the policy, of the same model and layout: the policy's without what
+        only training uses."""
+        return replace(
+            self, recompute="none", optimizer_offload=False, reference_offload=False, freeze_router=False,
+            router_replay=False, truncation=None, lora=LoraConfig(), quantization=QuantizationConfig(), critic=None,
+            own_teacher=None, megatron={}, ddp={}, teaches=task,
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -225,20 +257,37 @@ class PolicyWorker(WeightSource, Protocol):
     def load_model(self, directory: Path | str) -> None:
         """Load weights from a Hugging Face directory, a converted model or a save; reset the optimizer."""
 
+    def load_adapter(self, directory: Path | str) -> None:
+        """Load the adapters of a PEFT directory (`training.lora.adapter`) into the model's; reset the optimizer."""
+
     def hold_reference(self) -> None:
         """Keep a frozen copy of the current weights as the reference policy."""
 
-    def hold_projection(self, projection: Projection) -> None:
-        """Store the map from the policy's tokens to another tokenizer's."""
+    def hold_adapters(self, count: int) -> None:
+        """Keep `count` copies of the adapter and its optimizer states over one base; the first one is in use."""
+
+    def use_adapter(self, number: int) -> None:
+        """Use another of the adapters from here on; the one in use waits in host memory."""
+
+    def hold_projections(self, projections: Mapping[int, Projection]) -> None:
+        """Store the token maps of teachers that have another tokenizer, by the number of the teacher."""
 
     def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
         """Fetch and pack this rank's part of a batch; not collective. It replaces the batch loaded before."""
 
     def add_logprobs(self, column: LogprobColumn) -> None:
-        """Add the log-probs under the current (or the reference) weights to the loaded batch."""
+        """Add the log-probs under the current, the reference's or the own teacher's weights to the loaded batch."""
+
+    def update_teacher(self, rate: float) -> None:
+        """Move the weights of the policy's own teacher to (1 - rate) teacher + rate policy."""
 
     def logprob_difference(self, column: LogprobColumn) -> LogprobStats | None:
         """Compare a column that `add_logprobs` added with the log-probs of the engine."""
+        ...
+
+    def hidden_states(self, paths: Paths) -> list[States]:
+        """Return what enters and leaves the sub-layers that this rank has, over the loaded batch, whose groups have one
+        sequence each. `paths`: the sub-layers to record."""
         ...
 
     def export_logprobs(self) -> tuple[None, list[GroupLogprobs]]:
@@ -246,8 +295,27 @@ class PolicyWorker(WeightSource, Protocol):
         nothing elsewhere."""
         ...
 
-    def import_logprobs(self, handles: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
-        """Add a teacher's log-probs (`handles` by group of the shard) to the loaded batch. Not collective."""
+    def ask_teacher(
+        self, endpoint: Endpoint, places: Sequence[int], top: int, fetch: Fetch
+    ) -> tuple[None, list[GroupLogprobs]]:
+        """Return a server's log-probs of the groups at `places` of the shard, as `export_logprobs` does. Not
+        collective."""
+        ...
+
+    def use_model(self, number: int) -> None:
+        """Load, read batches and compute with another model of a teacher's processes from here on: 0 is that of the
+        specification, and the others are those of `PolicySpec.beside`."""
+
+    def teach(self, task: Teaching) -> None:
+        """Compute as this teacher from here on, with the model in use."""
+
+    def take_tokens(self, handles: Mapping[int, Sequence[Sequence[object]]], fetch: Fetch) -> None:
+        """Have `export_logprobs` return the log-probs of the most likely tokens of each of several teachers (`handles`
+        by group of the shard) in place of its own. Not collective."""
+
+    def import_logprobs(self, handles: Mapping[int, Sequence[Taught]], fetch: Fetch, mixture: Mixture) -> None:
+        """Add the log-probs of a teacher, of the mixture of several, or of each of several (`handles` by group of the
+        shard), to the loaded batch. Not collective."""
 
     def estimate(self, estimate: AdvantageEstimate) -> None:
         """Replace the driver's advantages in the loaded batch by token advantages; with a critic, add values and
@@ -418,6 +486,14 @@ class EngineWorker(WeightReceiver, Protocol):
 
     def wake(self) -> None:
         """Take the memory again; the engine can generate."""
+
+    def record_states(self, paths: Paths) -> None:
+        """Record what enters and leaves sub-layers from here on, without cached prompts."""
+
+    def recorded_states(self, sequence: int, tokens: int, logits: int) -> list[States]:
+        """End recording; return the first `tokens` computed tokens as number `sequence`, and the logits at the `logits`
+        tokens before the last. Raises WorkerError for missing tokens."""
+        ...
 
     def values(self, tensor: str) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
         """Every copy of one published tensor in the engine: (parameter that holds it, start of its box, values)."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from rlctl.backends.base import EngineWorker, EpisodeWorker, PolicySpec, PolicyWorker
+from rlctl.backends.base import EngineWorker, EpisodeWorker, PolicySpec, PolicyWorker, Teaching
 from rlctl.backends.batching.batch import (
     AdvantageEstimate,
     BatchShard,
@@ -19,8 +18,11 @@ from rlctl.backends.batching.batch import (
     MinibatchResult,
     TrainBatch,
 )
+from rlctl.backends.batching.mixtures import Mixture, Taught
 from rlctl.backends.batching.packing import PackingStats, plan_batch
+from rlctl.backends.hidden_states import Paths, States
 from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, SampledGroup, Sampling, attached
+from rlctl.backends.teacher_endpoint import Endpoint
 from rlctl.cluster.ray_session import fetch, keep_here
 from rlctl.cluster.workers import SAME_CAUSE_S, PendingCall, WorkerDiedError, WorkerGroup
 from rlctl.data.cross_tokens import Projection
@@ -28,9 +30,24 @@ from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
 from rlctl.settings.training import TrainingConfig
 
 R = TypeVar("R")
+TeacherHandles = dict[int, list[Taught]]
+"""For each group the log-probs of each of its teachers."""
 # The driver waits longer than an engine's own limit, so that the engine's error, which knows more, comes first.
 MARGIN_S = 60.0
 ANSWER_TIMEOUT_S = 60.0
+
+
+class LogprobSource(Protocol):
+    """The teachers of a policy, or its reward model."""
+
+    @property
+    def mixture(self) -> Mixture:
+        """How several teachers of a rollout make one distribution."""
+        ...
+
+    def handles(self, batch: TrainBatch) -> TeacherHandles:
+        """Return the handles of the log-probs or scores of each group of a batch."""
+        ...
 
 
 class PolicyClient:
@@ -51,7 +68,7 @@ class PolicyClient:
         self.lay_out(spec, micro_batch_tokens)
         self._reads_others = spec.valued and spec.teaches is not None
         """It has its own tokenizer, so texts may be longer than the policy's."""
-        self.teacher: Teacher | None = None
+        self.teacher: LogprobSource | None = None
         self._loaded: TrainBatch | None = None
         self._shards: tuple[BatchShard, ...] = ()
         # A teacher may be a model that rows cannot be packed for, and the policy another one.
@@ -65,7 +82,7 @@ class PolicyClient:
 
     def lay_out(self, spec: PolicySpec, micro_batch_tokens: int) -> None:
         """Give batches to the ranks of such a policy from here on."""
-        self.parallel, self._row_multiple = spec.parallel, spec.row_multiple
+        self.parallel, self._row_multiple, self._own_teacher = spec.parallel, spec.row_multiple, spec.own_teacher
         self._micro_batch_tokens = micro_batch_tokens
 
     def lost(self) -> list[RlctlError]:
@@ -83,11 +100,20 @@ class PolicyClient:
     def load_model(self, directory: Path) -> None:
         self.group.call(PolicyWorker.load_model, directory)
 
+    def load_adapter(self, directory: Path) -> None:
+        self.group.call(PolicyWorker.load_adapter, directory)
+
     def hold_reference(self) -> None:
         self.group.call(PolicyWorker.hold_reference)
 
-    def hold_projection(self, projection: Projection) -> None:
-        self.group.call(PolicyWorker.hold_projection, projection)
+    def hold_adapters(self, count: int) -> None:
+        self.group.call(PolicyWorker.hold_adapters, count)
+
+    def use_adapter(self, number: int) -> None:
+        self.group.call(PolicyWorker.use_adapter, number)
+
+    def hold_projections(self, projections: Mapping[int, Projection]) -> None:
+        self.group.call(PolicyWorker.hold_projections, projections)
 
     def load_batch(self, batch: TrainBatch) -> PackingStats:
         """Give each data-parallel rank its rows; the ranks fetch the columns themselves."""
@@ -110,16 +136,23 @@ class PolicyClient:
 
     def add_logprobs(self, column: LogprobColumn) -> None:
         """Add log-probs to the loaded batch, directly from a teacher's ranks to the policy's."""
-        if column != "teacher_logprobs":
+        if column != "teacher_logprobs" or self._own_teacher is not None:
             self.group.call(PolicyWorker.add_logprobs, column)
             return
         assert self.teacher is not None  # a run that needs one has one
         assert self._loaded is not None
-        handles = self.teacher.logprob_handles(self._loaded)
+        handles = self.teacher.handles(self._loaded)
         shard_logprobs = [
-            ({position: handles[position] for position in shard.columns}, fetch) for shard in self._shards
+            ({position: handles[position] for position in shard.columns}, fetch, self.teacher.mixture)
+            for shard in self._shards
         ]
         self.group.call_each(PolicyWorker.import_logprobs, shard_logprobs)
+
+    def refresh_teacher(self, step: int) -> None:
+        """Update the policy's own teacher, if it has one that is due after `step` steps."""
+        own = self._own_teacher
+        if own is not None and own.every is not None and step and step % own.every == 0:
+            self.group.call(PolicyWorker.update_teacher, own.rate)
 
     def export_logprobs(self) -> dict[int, list[object]]:
         """Return the handles of the log-probs of each group of the loaded batch, as a teacher's ranks compute them."""
@@ -135,9 +168,43 @@ class PolicyClient:
                 by_position.setdefault(position, []).append(handle)
         return by_position
 
+    def ask_teacher(self, endpoint: Endpoint, places: frozenset[int], top: int) -> dict[int, list[object]]:
+        """Have the ranks ask a server for the log-probs of the groups of the loaded batch at `places`, with the `top`
+        most likely tokens; return the handles by group."""
+        asked = [tuple(position for position in shard.columns if position in places) for shard in self._shards]
+        counts = [len(positions) * self.parallel.reports(rank) for rank, positions in enumerate(asked)]
+        calls = [(endpoint, positions, top, fetch) for positions in asked]
+        pending, handles = self.group.submit_by_handle(PolicyWorker.ask_teacher, calls, counts)
+        pending.results()
+        by_position: dict[int, list[object]] = {}
+        for positions, rank_handles in zip(asked, handles, strict=True):
+            for position, handle in zip(positions, rank_handles, strict=False):  # ranks that do not report have none
+                by_position.setdefault(position, []).append(handle)
+        return by_position
+
+    def use_model(self, number: int) -> None:
+        """Use another model of a teacher's processes from here on."""
+        self.group.call(PolicyWorker.use_model, number)
+
+    def teach(self, task: Teaching) -> None:
+        """Have a teacher's processes compute as this teacher from here on."""
+        self.group.call(PolicyWorker.teach, task)
+
+    def give_tokens(self, handles: Mapping[int, list[list[object]]]) -> None:
+        """Have the next `export_logprobs` return the log-probs of the most likely tokens in several log-probs, whose
+        `handles` are given for each group of the loaded batch."""
+        self.group.call_each(
+            PolicyWorker.take_tokens,
+            [({position: handles[position] for position in shard.columns}, fetch) for shard in self._shards],
+        )
+
     def estimate(self, estimate: AdvantageEstimate) -> None:
         """Have the ranks make the advantages of the loaded batch's tokens."""
         self.group.call(PolicyWorker.estimate, estimate)
+
+    def hidden_states(self, paths: Paths) -> list[States]:
+        """Return what enters and leaves sub-layers over the loaded batch, of all ranks."""
+        return [states for of_rank in self.group.call(PolicyWorker.hidden_states, paths) for states in of_rank]
 
     def logprob_difference(self, column: LogprobColumn) -> LogprobStats:
         return only_result(self.group.call(PolicyWorker.logprob_difference, column))
@@ -187,61 +254,6 @@ class PolicyClient:
 
     def load_saved(self, directory: Path) -> None:
         self.group.call(PolicyWorker.load_saved, directory)
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """A frozen teacher, reference or reward model on the policy's devices, in host memory while others compute if
-    needed. Several teachers of one architecture compute in turn in its processes."""
-
-    policy: PolicyClient
-    offload: bool
-    weights_of: Mapping[str, Path] = field(default_factory=dict)
-    """With several teachers: the weights of the teacher of each data source."""
-    _busy: Lock = field(default_factory=Lock)
-    """Validation and concurrent rollouts may call at once."""
-    _loaded: list[Path] = field(default_factory=list)
-    """The weights that its processes hold; empty while they change."""
-
-    def load_model(self, directory: Path) -> None:
-        self._load(directory)
-        if self.offload:
-            self.policy.sleep()
-
-    def _load(self, directory: Path) -> None:
-        self._loaded.clear()
-        self.policy.load_model(directory)
-        self._loaded.append(directory)
-
-    def logprob_handles(self, batch: TrainBatch) -> dict[int, list[object]]:
-        """Return the handles of its log-probs or scores of each group of a batch."""
-        with self._busy:
-            if self.offload:
-                self.policy.wake()
-            exported: dict[int, list[object]] = {}
-            for part in self._turns(replace(batch, minibatches=batch.for_teacher or batch.minibatches)):
-                self.policy.load_batch(part)
-                exported |= self.policy.export_logprobs()
-            if self.offload:
-                self.policy.sleep()
-            return exported
-
-    def _turns(self, batch: TrainBatch) -> Iterator[TrainBatch]:
-        """Yield the part of the batch for each teacher, whose weights are then loaded; first the teacher that is."""
-        if not self.weights_of:
-            yield batch
-            return
-        positions = {text.position for minibatch in batch.minibatches for text in minibatch}
-        weights = {position: self.weights_of[batch.sources[position]] for position in positions}
-        for directory in sorted(set(weights.values()), key=lambda path: (path not in self._loaded, path)):
-            if directory not in self._loaded:
-                self._load(directory)
-            minibatches = tuple(
-                tuple(text for text in minibatch if weights[text.position] == directory)
-                for minibatch in batch.minibatches
-            )
-            columns = {place: handle for place, handle in batch.columns.items() if weights.get(place) == directory}
-            yield replace(batch, minibatches=minibatches, columns=columns)
 
 
 @dataclass(frozen=True)

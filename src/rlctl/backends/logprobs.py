@@ -6,7 +6,7 @@ vocabulary, K tokens per position.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from rlctl.backends.base import Teaching
-    from rlctl.backends.batching.packed_rows import PackedRow, VocabProjection
+    from rlctl.backends.batching.batch import TeacherSpan
+    from rlctl.backends.batching.packed_rows import PackedRow
     from rlctl.backends.messages import Truncation
 
 
@@ -55,12 +56,12 @@ def row_logprobs(
 ) -> Tensor:
     """Return `chunked_logprobs` of a context-parallel rank's part of a row."""
     further_RK, whole = part.further_RK, False
-    top = teaches if teaches is not None and teaches.top else None
-    if top is not None and top.by_text:
+    top = teaches if teaches is not None and teaches.top and further_RK is None else None
+    if top is not None and top.chunk is not None:
         further_RK, whole = text_tokens(hidden_U, part, output_layer, vocab, chunk, top, context), True
     out = chunked_logprobs(
         hidden_U, part.inverse_R, part.targets_R, output_layer, vocab, temperature, chunk, further_RK,
-        None if whole else top, part.projection, truncation,
+        None if whole else top, part.spans, truncation,
     )  # fmt: skip
     return torch.cat([out, further_RK.T.float()]) if whole and further_RK is not None else out
 
@@ -75,7 +76,7 @@ def chunked_logprobs(
     chunk: int,
     further_RK: Tensor | None = None,
     top: Teaching | None = None,
-    projection: VocabProjection | None = None,
+    spans: Sequence[TeacherSpan] = (),
     truncation: Truncation | None = None,
 ) -> Tensor:
     """float32 [2, R]: log-prob of each chosen token and entropy of its distribution, both with gradient.
@@ -88,8 +89,8 @@ def chunked_logprobs(
         further_RK: further tokens; their log-probs follow as [K, R], with gradient.
         top: replaces `further_RK` by the most likely tokens. Their log-probs follow as [K, R], then their ids, which
             float32 represents exactly.
-        projection: `further_RK` are tokens of another vocabulary. Their projected probabilities follow in place of
-            log-probs.
+        spans: parts of `further_RK`. With a projection, they are tokens of another vocabulary, and their projected
+            probabilities follow in place of log-probs.
         truncation: renormalize the log-probs of the chosen tokens over the tokens that sampling keeps. The last row
             then has the log-probs over the whole vocabulary. Entropy and further tokens use the whole vocabulary.
     """
@@ -101,12 +102,8 @@ def chunked_logprobs(
         if further is None:
             assert top is not None
             further = top_tokens(logits_UV, vocab, top)[inverse]
-        if projection is not None:
-            token_ids, places_RK = further.unique(return_inverse=True)
-            matrix = projection.part(token_ids, vocab.start, logits_UV.shape[1])
-            projected_RK = ProjectedProbs.apply(logits_UV, inverse, places_RK, matrix, vocab, temperature)
-            out = TokenLogprobs.apply(logits_UV, inverse, targets, vocab, temperature, truncation)
-            return torch.cat([out[:2], projected_RK.T, out[2:]])
+        if spans:
+            return _by_spans(logits_UV, inverse, targets, further, spans, vocab, temperature, truncation)
         response, count = further.shape
         everything = torch.cat([targets, further.flatten()])
         places = torch.cat([inverse, inverse.repeat_interleave(count)])
@@ -118,6 +115,33 @@ def chunked_logprobs(
     if hidden_U.shape[0] <= chunk:
         return part(hidden_U, inverse_R, targets_R, further_RK)
     return _in_chunks(part, hidden_U, inverse_R, targets_R, further_RK, chunk)
+
+
+def _by_spans(
+    logits_UV: Tensor, inverse_R: Tensor, targets_R: Tensor, further_RK: Tensor, spans: Sequence[TeacherSpan],
+    vocab: VocabPart, temperature: float, truncation: Truncation | None,
+) -> Tensor:  # fmt: skip
+    """Return `chunked_logprobs` of one chunk for further tokens of several teachers."""
+    parts: list[Tensor | None] = []
+    plain = [further_RK[:, :0]]
+    for span, ids_RK in zip(spans, further_RK.split([span.tokens for span in spans], 1), strict=True):
+        if span.projection is None:
+            plain.append(ids_RK)
+            parts.append(None)
+            continue
+        token_ids, places_RK = ids_RK.unique(return_inverse=True)
+        matrix = span.projection.part(token_ids, vocab.start, logits_UV.shape[1])
+        # Before TokenLogprobs, which overwrites the logits.
+        parts.append(ProjectedProbs.apply(logits_UV, inverse_R, places_RK, matrix, vocab, temperature).T)
+    plain_RK = torch.cat(plain, 1)
+    response, count = plain_RK.shape
+    places = torch.cat([inverse_R, inverse_R.repeat_interleave(count)])
+    everything = torch.cat([targets_R, plain_RK.flatten()])
+    out = TokenLogprobs.apply(logits_UV, places, everything, vocab, temperature, truncation)
+    others = out[0 if truncation is None else 2, response:].view(response, count).T
+    logprobs = iter(others.split([ids_RK.shape[1] for ids_RK in plain[1:]]))
+    rows = [part if part is not None else next(logprobs) for part in parts]
+    return torch.cat([out[:2, :response], *rows, out[2:, :response]])
 
 
 def _in_chunks(

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from rlctl.backends.base import Device, EngineSpec, PolicySpec
 from rlctl.config.plugins import find_plugin, load_plugin, origin, plugin_names
 from rlctl.errors import ConfigError, suggest
+from rlctl.models.constraints import family_problem
 from rlctl.models.facts import ModelFacts
 from rlctl.settings.config import EngineConfig, RlctlConfig
 from rlctl.weights.transfer_plan import World
@@ -55,12 +56,15 @@ class PolicyBackend:
     def require(self, spec: PolicySpec) -> None:
         """Raise ConfigError for a combination that it does not support, or a fact of the model that it does not
         read."""
+        if problem := family_problem(spec.facts, self.name):
+            raise ConfigError(f"{problem}.", "Change model.name or training.backend.")
         for field in fields(spec.facts) if self.reads is not None else ():
             value, usual = getattr(spec.facts, field.name), field.default
             usual = field.default_factory() if field.default_factory is not MISSING else usual
             if field.name not in (self.reads or ()) and value != usual:
+                shown = f" = {value!r}" if isinstance(value, str | int | float) else ""
                 raise ConfigError(
-                    f"model.name: a {spec.facts.family} with {field.name} = {value!r} is refused: the backend "
+                    f"model.name: a {spec.facts.family} with {field.name}{shown} is refused: the backend "
                     f"{self.name} computes without regard to {field.name}.",
                     "Train it with --backend dtensor, which computes as transformers does.",
                 )

@@ -145,9 +145,11 @@ class Muon:
     def _plan(self, sent: list[Sent]) -> list[Round]:
         divided = self._divided
         numbers = divided.rounds()
-        sent.sort(key=lambda one: numbers[one.part.matrix])
-        by_owner = [[one for one in sent if divided.owners[one.part.matrix] == rank] for rank in range(self._size)]
-        tables = [[_row(one.part) for one in to] for to in by_owner]
+        sent.sort(key=lambda piece: numbers[piece.part.matrix])
+        by_owner = [
+            [piece for piece in sent if divided.owners[piece.part.matrix] == rank] for rank in range(self._size)
+        ]
+        tables = [[_row(piece.part) for piece in to] for to in by_owner]
         arrived = self._exchanged_tables(tables)
         seen, covered = set[tuple[int, ...]](), dict[int, int]()
         received = list[list[Received]]()
@@ -164,11 +166,11 @@ class Muon:
             assert elements >= math.prod(matrix.shape), f"{matrix.tensor}: ranks hold {elements} of {matrix.shape}"
         firsts = self._exchanged_tables([[[int(part.first)] for part in parts] for parts in received])
         for to, flags in zip(by_owner, firsts, strict=True):
-            for one, (flag,) in zip(to, flags, strict=True):
-                one.first = bool(flag)
+            for piece, (flag,) in zip(to, flags, strict=True):
+                piece.first = bool(flag)
         rounds = [Round() for _ in range(max(numbers, default=-1) + 1)]
         for number, exchange in enumerate(rounds):
-            exchange.sent = [[one for one in to if numbers[one.part.matrix] == number] for to in by_owner]
+            exchange.sent = [[piece for piece in to if numbers[piece.part.matrix] == number] for to in by_owner]
             exchange.received = [[part for part in of if numbers[part.matrix] == number] for of in received]
         return rounds
 
@@ -264,17 +266,17 @@ class Muon:
 
     def _orthogonalize(self, exchange: Round) -> None:
         settings = self._settings
-        there = [[one for one in to if one.first] for to in exchange.sent]
+        there = [[piece for piece in to if piece.first] for to in exchange.sent]
         here = [[part for part in of if part.first] for of in exchange.received]
-        arrived = self._exchange(self._flat(one.view() for to in there for one in to), _sizes(there), _sizes(here))
+        arrived = self._exchange(self._flat(piece.view() for to in there for piece in to), _sizes(there), _sizes(here))
         matrices = self._assembled([part for of in here for part in of], arrived)
         self._orthogonalize_whole(matrices)
         parts = self._flat(part.of(matrices) for of in exchange.received for part in of)
-        own = [one for to in exchange.sent for one in to]
+        sent = [piece for to in exchange.sent for piece in to]
         back = self._exchange(parts, _sizes(exchange.received), _sizes(exchange.sent))
-        for one, values in zip(own, back.split([_size(one) for one in own]), strict=True):
-            shape = self._divided.matrices[one.part.matrix].shape
-            view = one.view()
+        for piece, values in zip(sent, back.split([_size(piece) for piece in sent]), strict=True):
+            shape = self._divided.matrices[piece.part.matrix].shape
+            view = piece.view()
             view.copy_(values.view(view.shape)).mul_(settings.muon_scale * math.sqrt(max(shape)))
 
     def _flat(self, views: Iterator[Tensor]) -> Tensor:
@@ -309,8 +311,8 @@ def _row(part: MatrixPart) -> list[int]:
     return [part.matrix, part.row, part.column, *part.view.shape]
 
 
-def _size(one: Sent | Received) -> int:
-    return math.prod(one.part.view.shape) if isinstance(one, Sent) else one.size
+def _size(piece: Sent | Received) -> int:
+    return math.prod(piece.part.view.shape) if isinstance(piece, Sent) else piece.size
 
 
 def _sizes(by_rank: Sequence[Sequence[Sent | Received]]) -> list[int]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
 
 from rlctl.backends import cpu_sums
-from rlctl.backends.base import PolicySpec, WeightSource
+from rlctl.backends.base import PolicySpec, Teaching, WeightSource
 from rlctl.backends.batching.batch import (
     AdvantageEstimate,
     BatchShard,
@@ -36,37 +36,41 @@ from rlctl.backends.batching.batch import (
     MinibatchResult,
     ValueLoss,
 )
+from rlctl.backends.batching.mixtures import Mixture, Taught
 from rlctl.backends.batching.packed_rows import (
     PackedRow,
     VocabProjection,
     add_teacher_logprobs,
+    add_teacher_tokens,
     counted_positions,
     fetch_rows,
     logprobs_by_group,
 )
+from rlctl.backends.hidden_states import HeadTap, Paths, Spans, States, policy_states, recorded
 from rlctl.backends.host_memory import HostMemory, Offloaded
-from rlctl.backends.lora_adapter import Adapter
+from rlctl.backends.lora_adapter import Adapter, dropout_of, without_adapters
 from rlctl.backends.movement import Movement
 from rlctl.backends.quantization import WeightGrid
 from rlctl.backends.results import StepOutcome, add_advantages, logprob_stats, micro_batch_loss, minibatch_result
+from rlctl.backends.teacher_endpoint import Endpoint
 from rlctl.checkpoints.background_writes import Snapshot, write_less_urgently
 from rlctl.checkpoints.identity import damaged_files, file_digest
 from rlctl.checkpoints.megatron.megatron_model import names_modules
-from rlctl.checkpoints.rank_loading import require_policy
+from rlctl.checkpoints.rank_loading import Pairs, load_adapters, load_value_head, peft_adapters, require_policy
 from rlctl.cluster.progress import report
 from rlctl.data.cross_tokens import Projection
 from rlctl.data.rollouts import MediaPart
 from rlctl.garbage import many_objects
 from rlctl.settings.training import Rounding
 from rlctl.transport.process_group import ServedStore
+from rlctl.weights.adapter_sites import saved_whole
 from rlctl.weights.layout import Layout
-from rlctl.weights.plan_execution import with_adapter
-from rlctl.weights.rounding import narrow_into, narrowed
+from rlctl.weights.rounding import narrowed
 
 LossOf = Callable[[PackedRow, Tensor], tuple[Tensor, dict[str, Any]]]
 """(row, output) -> (loss, collected values)."""
-CRITIC = "critic"
-"""The critic's part of a checkpoint, a directory inside of the policy's."""
+CRITIC, OWN_TEACHER = "critic", "teacher"
+"""The parts of a checkpoint of the critic and of the policy's own teacher, directories inside of the policy's."""
 
 
 class Save(ABC):
@@ -118,19 +122,29 @@ class PolicyRank(WeightSource, ABC):
         self.rank, self.world_size, self.spec = rank, world_size, spec
         self.master_addr = master_addr
         self.rounding: Rounding = spec.optimizer.rounding
+        self.dropout = dropout_of(spec, rank)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self._store: ServedStore | None = None
         self.device = torch.device("cpu")
         self.groups: Any = None
         self.critic: Self | None = None
+        self.own_teacher: Self | None = None
+        self.beside: list[Self] = []
+        self._active: Self = self
+        """The model of a teacher's processes that is asked for."""
         self._shard = BatchShard({}, ())
         self._rows: list[list[PackedRow]] = []
         self._reference: dict[str, Tensor] | None = None
-        self._projection: VocabProjection | None = None
+        self._projections: dict[int, VocabProjection] = {}
         self.begun_with = Path()
         """Where the weights were loaded from."""
         self._base = dict[str, Tensor]()
+        self._whole_base = dict[str, Tensor]()
         """Base weights of adapted layers after the first step, in host memory and in the compute dtype."""
+        self.averages = dict[str, Tensor]()
+        """Of an own teacher that averages weights in a narrow format: its float32 weights, in host memory."""
+        self._adapter, self._waiting = 0, dict[int, dict[str, Tensor]]()
+        """The number of the adapter in use, and the states of the others, in host memory."""
         self._saves = dict[bool, Save]()
         """Saves under way: to the run's directory (False), and to memory (True)."""
         self._offloaded: list[Offloaded] = []
@@ -188,8 +202,16 @@ class PolicyRank(WeightSource, ABC):
         output ranks."""
 
     @abstractmethod
+    def sublayers(self, paths: Paths) -> tuple[Spans, list[HeadTap]]:
+        """Return the modules of the points that this rank has, and its output layer's function."""
+
+    @abstractmethod
     def with_weights(self, others: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
         """Put other weights, by the names of `parameters`, in place for a moment."""
+
+    @abstractmethod
+    def take_task(self, task: Teaching) -> None:
+        """Have the model, a teacher's, compute another task."""
 
     @abstractmethod
     def clear_gradients(self) -> None: ...
@@ -197,6 +219,10 @@ class PolicyRank(WeightSource, ABC):
     @abstractmethod
     def take_step(self, lr: float, weight_decay: float | None) -> StepOutcome:
         """Take one optimizer step on the gradients, or none at all where these are not finite."""
+
+    @abstractmethod
+    def steps_taken(self) -> int:
+        """Return the number of optimizer steps of the trained weights, also those before a resume."""
 
     @abstractmethod
     def offload(self, keep_weights: bool) -> Offloaded:
@@ -210,9 +236,21 @@ class PolicyRank(WeightSource, ABC):
     def load_checkpoint(self, directory: Path) -> None:
         """Read what `begin_save` wrote."""
 
+    def take_whole(self, values: dict[str, Tensor]) -> None:
+        """Copy whole parameters into this rank's, where the backend trains some beside adapters."""
+        assert not values, self.spec.lora.modules_to_save
+
     @abstractmethod
-    def load_adapters(self, directory: Path) -> None:
-        """Read the adapters that the other backend saved."""
+    def take_adapters(self, pairs: Pairs, head: Tensor | None) -> None:
+        """Copy A and B of published tensors into this rank's layers, and a head of values into the model's."""
+
+    @abstractmethod
+    def adapter_states(self) -> dict[str, Tensor]:
+        """Return host copies of this rank's adapter and of its optimizer states."""
+
+    @abstractmethod
+    def set_adapter_states(self, states: dict[str, Tensor]) -> None:
+        """Write what `adapter_states` returned."""
 
     # --- life cycle
 
@@ -225,23 +263,41 @@ class PolicyRank(WeightSource, ABC):
         """(Re)build groups, models and optimizers from the spec in the running process group."""
         self.keep_saved()
         self.groups = self.join_groups()
+        self.dropout = dropout_of(self.spec, self.rank)
         self.build_model()
         self._reference = None
         self._base = {}
+        self._adapter, self._waiting = 0, {}
         self._rows = []
+        self.own_teacher = None
+        if (own := self.spec.own_teacher) is not None:
+            vocab = self.spec.facts.vocab
+            self.own_teacher = self._beside(self.spec.teaching(Teaching(vocab, min(own.top, vocab))))
+        self.beside, self._active = [], self
+        for other in self.spec.beside:
+            if not self.spec.together:
+                ([self, *self.beside][-1]).sleep_alone()
+            self.beside.append(self._beside(other))
+        if self.beside and not self.spec.together:
+            self.beside[-1].sleep_alone()
+            self.wake_alone()
         self.critic, critic = None, self.spec.critic
         if critic is None:
             return
         if critic.offload:  # turns on the device: the critic is built where the policy was, and waits from here on
             self.sleep()
         spec = replace(self.spec, optimizer=critic.optimizer, critic=None, router_replay=False, valued=True)
+        self.critic = self._beside(spec)
+        if critic.offload:
+            self.critic.sleep()
+            self.wake()
+
+    def _beside(self, spec: PolicySpec) -> Self:
+        """Build another model in this process and its groups."""
         other = type(self)(self.rank, self.world_size, self.master_addr, spec)
         other.groups, other.device = self.groups, self.device
         other.build_model()
-        self.critic = other
-        if critic.offload:
-            other.sleep()
-            self.wake()
+        return other
 
     def setup(self, port: int) -> None:
         spec = self.spec
@@ -276,21 +332,49 @@ class PolicyRank(WeightSource, ABC):
             torch.distributed.destroy_process_group()
         self._store = None
 
+    def use_model(self, number: int) -> None:
+        model = [self, *self.beside][number]
+        if model is self._active:
+            return
+        if not self.spec.together:
+            self._active.sleep_alone()
+            model.wake_alone()
+        self._active = model
+
+    def teach(self, task: Teaching) -> None:
+        model = self._active
+        model.spec = replace(model.spec, teaches=task)
+        model.take_task(task)
+
+    @property
+    def _awake(self) -> list[Self]:
+        return [self, *self.beside] if self.spec.together else [self._active]
+
     def sleep(self, keep_weights: bool = False) -> int:
+        return sum(model.sleep_alone(keep_weights) for model in self._awake)
+
+    def wake(self) -> None:
+        for model in self._awake:
+            model.wake_alone()
+
+    def sleep_alone(self, keep_weights: bool = False) -> int:
         """Also return the bytes of an earlier `sleep` that kept the weights. A critic without turns sleeps with the
         policy."""
         self.keep_saved()
-        of_critic = self.critic.sleep() if self.critic is not None and not self._takes_turns else 0
+        of_others = self.critic.sleep() if self.critic is not None and not self._takes_turns else 0
+        of_others += self.own_teacher.sleep() if self.own_teacher is not None else 0
         self._offloaded.append(self.offload(keep_weights))
-        return of_critic + sum(part.device_bytes for part in self._offloaded)
+        return of_others + sum(part.device_bytes for part in self._offloaded)
 
-    def wake(self) -> None:
+    def wake_alone(self) -> None:
         while self._offloaded:
             self._offloaded.pop().restore()
         if self._host_memory is not None:
             self._host_memory.rewind()
         if self.critic is not None and not self._takes_turns:
             self.critic.wake()
+        if self.own_teacher is not None:
+            self.own_teacher.wake()
 
     def device_used(self) -> tuple[int, int] | None:
         if self.spec.device != "cuda":
@@ -316,32 +400,49 @@ class PolicyRank(WeightSource, ABC):
     # --- weights
 
     def load_model(self, directory: Path | str) -> None:
+        if self._active is not self:
+            self._active.load_model(directory)
+            return
         self.keep_saved()
         self._base = {}
         self.begun_with = Path(directory)
         self.load_weights(self.begun_with)
+        if whole := saved_whole(self.spec.facts, self.spec.lora):
+            live = self.parameters()
+            self._whole_base = {name: on_host(live[name]) for name in whole}
         self.round_weights()
+        self.update_teacher(1.0)
         if self.critic is not None:
             with self._critics_turn():
                 self.critic.load_model(directory)
 
+    def load_adapter(self, directory: Path | str) -> None:
+        self.keep_saved()
+        adapter = peft_adapters(Path(directory), self.spec.facts, self.spec.lora)
+        self.take_adapters(adapter.pairs, None)
+        self.take_whole(adapter.whole)
+        self.merge_adapters()
+        self.update_teacher(1.0)
+
     def hold_reference(self) -> None:
-        """With adapters the reference is the model without them, and nothing is copied."""
+        """With adapters the reference is the model without them, and nothing is copied but modules that are trained
+        whole (`load_model`)."""
         values = {} if self.spec.lora.rank else self.parameters()
         if self.spec.reference_offload:
-            self._reference = {name: _on_host(value) for name, value in values.items()}
+            self._reference = {name: on_host(value) for name, value in values.items()}
         else:
             self._reference = {name: value.clone() for name, value in values.items()}
 
-    def hold_projection(self, projection: Projection) -> None:
-        self._projection = VocabProjection.of(projection, self.device)
+    def hold_projections(self, projections: Mapping[int, Projection]) -> None:
+        self._projections = {number: VocabProjection.of(each, self.device) for number, each in projections.items()}
 
     @torch.no_grad()
     def _exchange(self, others: dict[str, Tensor]) -> None:
-        for name, live in self.parameters().items():
-            kept = live.clone()
-            live.copy_(others[name])
-            others[name].copy_(kept)
+        live = self.parameters()
+        for name, other in others.items():
+            kept = live[name].clone()
+            live[name].copy_(other)
+            other.copy_(kept)
 
     @contextlib.contextmanager
     def exchanged(self, others: dict[str, Tensor]) -> Iterator[None]:
@@ -365,12 +466,11 @@ class PolicyRank(WeightSource, ABC):
 
     @torch.no_grad()
     def merge_adapters(self) -> None:
-        """Use W' in each adapted layer; call after adapters change."""
-        for name, layer in self.adapters() if self.spec.lora.rank else ():
+        """Use W' in each adapted layer whose adapters are not added to products; call after adapters change."""
+        for name, layer in self.adapters() if self.spec.lora.rank and not self.spec.lora.adds else ():
             if name not in self._base:
-                self._base[name] = _on_host(narrowed(layer.weight, self.dtype, self.rounding))
-            merged = with_adapter(self._base[name].to(layer.weight.device), layer.a, layer.b, layer.scale)
-            narrow_into(layer.weight, merged, self.rounding)
+                self._base[name] = on_host(narrowed(layer.weight, self.dtype, self.rounding))
+            layer.merge(self._base[name].to(layer.weight.device), self.rounding)
 
     def sent_parameters(self) -> Mapping[str, Tensor]:
         """With `training.lora.refit` = delta or adapters, the base: adapters follow apart (`AdapterSource`)."""
@@ -379,15 +479,28 @@ class PolicyRank(WeightSource, ABC):
             return parameters
         return {**parameters, **{name: base.to(parameters[name].device) for name, base in self._base.items()}}
 
+    def hold_adapters(self, count: int) -> None:
+        self._adapter, self._waiting = 0, {number: self.adapter_states() for number in range(1, count)}
+
+    def use_adapter(self, number: int) -> None:
+        if number == self._adapter:
+            return
+        self.keep_saved()
+        states = self._waiting.pop(number)
+        self._waiting[self._adapter] = self.adapter_states()
+        self._adapter = number
+        self.set_adapter_states(states)
+        self.merge_adapters()
+
     @contextlib.contextmanager
     def _without_adapters(self) -> Iterator[None]:
-        try:
-            for name, layer in self.adapters():
-                if name in self._base:
+        with self.exchanged(self._whole_base), without_adapters(self.models):
+            try:
+                for name, layer in self.adapters() if self._base else ():
                     layer.weight.copy_(self._base[name])
-            yield
-        finally:
-            self.merge_adapters()
+                yield
+            finally:
+                self.merge_adapters()
 
     def parameters_not_finite(self) -> list[str]:
         odd = [name for name, value in self.trained() if not value.isfinite().all()]
@@ -399,6 +512,9 @@ class PolicyRank(WeightSource, ABC):
     # --- batches
 
     def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
+        if self._active is not self:
+            self._active.load_batch(shard, fetch)
+            return
         multiple, routing = self.spec.row_multiple, self.spec.router_replay
         self._shard = shard
         self._rows = fetch_rows(shard, fetch, multiple, self.device, self.positions, routing=routing)
@@ -413,8 +529,43 @@ class PolicyRank(WeightSource, ABC):
         columns = {column: 0}
         if self.spec.truncation is not None:
             columns = {column: -1} if column == "reference_logprobs" else {column: 0, "old_full_logprobs": -1}
+        if column == "teacher_logprobs":
+            self._add_own_teacher()
+            return
         with self.under_weights_of(column):
             self.add_columns(columns)
+
+    def _add_own_teacher(self) -> None:
+        assert self.own_teacher is not None  # others give their log-probs by `import_logprobs`
+        rows, settings = self._all_rows(), self.own_teacher.spec.teaches
+        top = settings.top if settings is not None else 0
+        for row, out in zip(rows, self.own_teacher._outputs(rows), strict=False):  # empty but on the last stage
+            row.columns_R["teacher_logprobs"] = out[0]
+            if top:
+                row.columns_R["teacher_top"] = out[2 : 2 + top].T
+                row.further_RK = out[2 + top :].T.long()
+
+    @torch.no_grad()
+    def update_teacher(self, rate: float) -> None:
+        """Nothing is done without such a teacher. An average in a narrow format is kept in float32, in host memory: the
+        steps of a slow one are below the format's."""
+        teacher = self.own_teacher
+        if teacher is None:
+            return
+        teacher.keep_saved()
+        live = self.parameters()
+        for name, value in teacher.parameters().items():
+            source = live[name].to(value.device)
+            if rate == 1 or not value.is_floating_point():
+                value.copy_(source)
+            elif value.dtype == torch.float32:
+                value.lerp_(source.float(), rate)
+            else:
+                average = teacher.averages.setdefault(name, on_host(value).float())
+                average.lerp_(source.float().to(average.device), rate)
+                value.copy_(narrowed(average.to(value.device), value.dtype, self.rounding))
+        if rate == 1:
+            teacher.averages.clear()
 
     def add_columns(self, columns: Mapping[str, int]) -> None:
         """Add rows of the model's output to the loaded batch, where this rank has the output."""
@@ -428,13 +579,45 @@ class PolicyRank(WeightSource, ABC):
         report(len(rows), len(rows))
         return [result["out"] for result in results]
 
-    def export_logprobs(self) -> tuple[None, list[GroupLogprobs]]:
-        outputs = self._outputs(self._all_rows())
-        reports = self.spec.parallel.reports(self.rank)
-        return None, logprobs_by_group(self._shard, self._rows, outputs) if reports else []
+    def hidden_states(self, paths: Paths) -> list[States]:
+        rows, parallel = self._all_rows(), self.spec.parallel
+        spans, heads = self.sublayers(paths)
+        with recorded(spans, heads) as values:
+            self._outputs(rows)
+        micro_batches = [micro_batch for minibatch in self._shard.minibatches for micro_batch in minibatch]
+        cp, tp = (parallel.cp, self.rank // parallel.tp % parallel.cp), (parallel.tp, self.rank % parallel.tp)
+        column = heads[0].column if heads else 0
+        return policy_states(values, rows, micro_batches, cp=cp, tp=tp, column=column)
 
-    def import_logprobs(self, handles: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
-        add_teacher_logprobs(self._shard, self._rows, handles, fetch, self._projection)
+    def export_logprobs(self) -> tuple[None, list[GroupLogprobs]]:
+        if self._active is not self:
+            return self._active.export_logprobs()
+        outputs = self._outputs(self._all_rows())
+        if not self.spec.parallel.reports(self.rank):
+            return None, []
+        chunk = self.spec.teaches.chunk if self.spec.teaches is not None else None
+        return None, logprobs_by_group(self._shard, self._rows, outputs, chunk)
+
+    def ask_teacher(
+        self, endpoint: Endpoint, places: Sequence[int], top: int, fetch: Fetch
+    ) -> tuple[None, list[GroupLogprobs]]:
+        if not self.spec.parallel.reports(self.rank) or not places:
+            return None, []
+        columns = dict(zip(places, fetch([self._shard.columns[at] for at in places]), strict=True))
+        micros = [micro for minibatch in self._shard.minibatches for micro in minibatch]
+        rollouts = [rollout for micro in micros for rollout in micro if rollout.position in columns]
+        spans = [(columns[rollout.position], rollout.span(columns[rollout.position])) for rollout in rollouts]
+        texts = [(group.tokens_T[span], group.loss_mask_T[span]) for group, span in spans]
+        logprobs: dict[int, GroupLogprobs] = {at: {} for at in places}
+        for rollout, found in zip(rollouts, endpoint.logprobs(texts, top), strict=True):
+            logprobs[rollout.position][rollout.key] = found
+        return None, list(logprobs.values())
+
+    def take_tokens(self, handles: Mapping[int, Sequence[Sequence[object]]], fetch: Fetch) -> None:
+        add_teacher_tokens(self._active._shard, self._active._rows, handles, fetch)
+
+    def import_logprobs(self, handles: Mapping[int, Sequence[Taught]], fetch: Fetch, mixture: Mixture) -> None:
+        add_teacher_logprobs(self._shard, self._rows, handles, fetch, mixture, self._projections)
 
     def logprob_difference(self, column: LogprobColumn) -> LogprobStats | None:
         rows = self._all_rows()
@@ -475,7 +658,10 @@ class PolicyRank(WeightSource, ABC):
         """Take one optimizer step on a mini-batch. `batch_of` makes of a row and the output what `loss` takes."""
         rows = self._rows[index]
         self.clear_gradients()
-        results = self.run_rows(rows, lambda row, out: micro_batch_loss(loss, batch_of, row, out), forward_only=False)
+        with self.dropout.training(self.steps_taken()) if self.dropout else contextlib.nullcontext():
+            results = self.run_rows(
+                rows, lambda row, out: micro_batch_loss(loss, batch_of, row, out), forward_only=False
+            )
         report(len(rows), len(rows))
         self.keep_saved()
         outcome = self.take_step(lr, weight_decay)
@@ -490,6 +676,8 @@ class PolicyRank(WeightSource, ABC):
         for number, row in enumerate(rows):
             if self.rank == 0:
                 report(number, len(rows))
+            if self.dropout:
+                self.dropout.row = number
             yield row
 
     def _all_rows(self) -> list[PackedRow]:
@@ -502,6 +690,10 @@ class PolicyRank(WeightSource, ABC):
 
     def save_begin(self, directory: Path | str, in_memory: bool = False) -> None:
         self._saves[in_memory] = self.begin_save(Path(directory), in_memory=in_memory)
+        if self.own_teacher is not None:
+            place = Path(directory, OWN_TEACHER)
+            place.mkdir(exist_ok=True)
+            self.own_teacher.save_begin(place, in_memory)
         if self.critic is not None:
             place = Path(directory, CRITIC)
             place.mkdir(exist_ok=True)  # each rank makes sure of it
@@ -514,13 +706,14 @@ class PolicyRank(WeightSource, ABC):
             save.snapshot.keep()
 
     def save_written(self, in_memory: bool = False) -> bool:
-        save, critic = self._saves.get(in_memory), self.critic
-        return (save is None or save.written) and (critic is None or critic.save_written(in_memory))
+        save, others = self._saves.get(in_memory), filter(None, (self.critic, self.own_teacher))
+        return (save is None or save.written) and all(other.save_written(in_memory) for other in others)
 
     def save_finish(self, in_memory: bool = False) -> dict[str, str]:
         digests = self._saves.pop(in_memory).finish()
-        if self.critic is not None:
-            digests |= {f"{CRITIC}/{name}": digest for name, digest in self.critic.save_finish(in_memory).items()}
+        for part, other in ((OWN_TEACHER, self.own_teacher), (CRITIC, self.critic)):
+            if other is not None:
+                digests |= {f"{part}/{name}": digest for name, digest in other.save_finish(in_memory).items()}
         return digests
 
     def damaged_files(self, directory: Path | str, digests: dict[str, str]) -> list[str]:
@@ -534,14 +727,23 @@ class PolicyRank(WeightSource, ABC):
         if names_modules(directory) == self.saves_modules:
             self.load_checkpoint(directory)
         elif self.spec.lora.rank:
-            self.load_adapters(directory)
+            facts = replace(self.spec.facts, mtp_layers=0)  # policies are without these layers
+            head = load_value_head(directory) if self.spec.valued else None
+            self.take_adapters(load_adapters(directory, facts, self.spec.lora), head)
         else:
             self.load_weights(directory, saved=True)
         self.merge_adapters()
         self.round_weights()
+        if self.own_teacher is not None:
+            self.own_teacher.load_teacher(require_policy(directory / OWN_TEACHER))
         if self.critic is not None:
             with self._critics_turn():
                 self.critic.load_saved(directory / CRITIC)
+
+    def load_teacher(self, directory: Path) -> None:
+        """Load the save of the policy's own teacher, which this model is."""
+        self.keep_saved()
+        self.load_weights(directory)
 
     # --- the critic
 
@@ -576,5 +778,5 @@ class PolicyRank(WeightSource, ABC):
         return self._require_critic().train_on(index, loss, PackedRow.value_batch, lr, weight_decay)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def on_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -66,6 +67,8 @@ def as_files(model: Path | ModelFiles | None) -> ModelFiles | None:
 
 
 log = logging.getLogger(__name__)
+HUB_NAME = re.compile(r"\w+([-.]\w+)*(/\w+([-.]\w+)*)?")
+"""Names that huggingface_hub accepts; it refuses some others."""
 Tell = Callable[[str], None]
 """Called with a line before anything that takes long."""
 Supplier = Callable[[str, str | None, Tell], ModelFiles | None]
@@ -142,6 +145,11 @@ def from_cache(name: str, revision: str | None, patterns: list[str], weights: bo
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path | None:
+    from huggingface_hub import constants
+
+    folder = f"models--{name.replace('/', '--')}"
+    if HUB_NAME.fullmatch(name) and not Path(constants.HF_HUB_CACHE, folder).is_dir():
+        return None  # the hub's client takes 0.1 s to import
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -197,10 +205,10 @@ def resolve_adapter(name: str, tell: Tell = lambda _: None) -> Path:
 
 def from_hub(name: str, revision: str | None, patterns: list[str], tell: Tell = lambda _: None) -> Path | None:
     """Download a snapshot into the Hugging Face cache; None where the hub cannot be reached."""
-    from huggingface_hub import errors, snapshot_download
-
     if not hub_answers():
         return None
+    from huggingface_hub import errors, snapshot_download
+
     tell(f"asking the Hugging Face hub for {name}")
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED_FILES))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlctl.checkpoints.megatron.megatron_directory import computed_in, find, is_of_run
 from rlctl.errors import InputError
@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     import torch
 
     from rlctl.checkpoints.conversion.stream import ParamReader
+    from rlctl.settings.training import LoraConfig
 
-    Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+Pairs = dict[str, "tuple[torch.Tensor, torch.Tensor]"]
+"""A [rank, inputs] and B [outputs, rank] by published tensor."""
 
 
 def load_rank(
@@ -67,7 +70,7 @@ def require_policy(directory: Path) -> Path:
     return directory
 
 
-def load_adapters(directory: Path, facts: ModelFacts) -> Pairs:
+def load_adapters(directory: Path, facts: ModelFacts, lora: LoraConfig) -> Pairs:
     """Return a policy checkpoint's float32 adapters by published tensor: A [rank, inputs], B [outputs, rank]. Raises
     InputError for none, or another model's."""
     from rlctl.checkpoints.megatron.lora_weights import adapter_keys, read_adapters
@@ -78,7 +81,35 @@ def load_adapters(directory: Path, facts: ModelFacts) -> Pairs:
     if not adapter_keys(reader.shapes):
         raise InputError(f"{directory} holds no adapters; its run trained all weights.", "Set training.lora.rank to 0.")
     has_masters = any(key.startswith(MASTERS) for key in reader.shapes)
-    return read_adapters(reader, facts, prefix=MASTERS if has_masters else "").pairs
+    return read_adapters(reader, facts, lora, prefix=MASTERS if has_masters else "").pairs
+
+
+class PeftAdapter(NamedTuple):
+    """What a PEFT directory holds."""
+
+    pairs: Pairs
+    whole: dict[str, torch.Tensor]
+    """Modules that were trained whole, by their parameter in transformers' modules."""
+
+
+def peft_adapters(directory: Path, facts: ModelFacts, lora: LoraConfig) -> PeftAdapter:
+    """Return the adapters of a PEFT directory by published tensor. Raises InputError for another model's, or for other
+    layers than `lora` names."""
+    from rlctl.checkpoints.conversion.peft_tensors import adapters_of_tensors
+    from rlctl.checkpoints.hf.peft_files import read_peft_config, read_whole
+    from rlctl.weights.adapter_sites import saved_whole, sites
+
+    config = read_peft_config(directory)
+    stored = adapters_of_tensors(config, facts, directory, whole_modules=True)
+    wanted = sites(facts, lora).by_tensor
+    if odd := next((name for name in stored.keys() | wanted.keys() if (name in stored) != (name in wanted)), None):
+        raise InputError(
+            f"training.lora.adapter: {directory} and the run do not both have an adapter of {odd}.",
+            "Leave the other keys of training.lora out: the adapter sets them.",
+        )
+    modules = read_whole(config)
+    whole = {param: modules[param.removesuffix(".weight")] for param in saved_whole(facts, lora)}
+    return PeftAdapter({name: (pair.a, pair.b) for name, pair in stored.items()}, whole)
 
 
 def load_value_head(directory: Path) -> torch.Tensor:

@@ -6,21 +6,18 @@ killed. Other processes on the host use the folder like any other.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from rlctl.processes.owned_folder import OwnedFolder
 
 SHARED_MEMORY = Path("/dev/shm")
 PART_BYTES = 32 << 20
 """Bytes per message between hosts."""
 PART = ".part"
 """Suffix of an incomplete file's name."""
-SWEEP = 'exec 3<&0; (cat <&3 > /dev/null; rm -rf "$0") &'
-"""Shell script that leaves a process which waits for the end of its input, then removes the folder. The input is a pipe
-from the owner. The process must not be a child of the owner, because Ray ends a worker's children with it."""
 
 
 def free_bytes() -> int:
@@ -33,12 +30,7 @@ class MemoryFiles:
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(mode=0o700)
-        read, self._life = os.pipe()
-        subprocess.run(
-            ["sh", "-c", SWEEP, folder], stdin=read, env={"PATH": os.defpath}, start_new_session=True, check=True
-        )
-        os.close(read)
+        self._owned = OwnedFolder(self.folder)
 
     def free(self) -> int:
         return free_bytes()
@@ -95,5 +87,4 @@ class MemoryFiles:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._life)
+        self._owned.close()

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -419,11 +420,17 @@ def _require_membership(address: str) -> None:
 
     if address.startswith("ray://") or ":" not in address:  # connects by a proxy, or names this machine's cluster
         return
-    nodes = GcsClient(address=address).get_all_node_info(timeout=CONNECT_TIMEOUT_S).values()
-    alive = {node.node_manager_address for node in nodes if node.state == 0}
+    cluster, deadline = GcsClient(address=address), time.monotonic() + CONNECT_TIMEOUT_S
+    while True:
+        nodes = cluster.get_all_node_info(timeout=CONNECT_TIMEOUT_S).values()
+        alive = {node.node_manager_address for node in nodes if node.state == 0}
+        if alive or time.monotonic() > deadline:  # a head that has just started answers before its node registers
+            break
+        time.sleep(0.2)
     if not alive & {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}:
+        known = ", ".join(sorted(alive)) or "none"
         raise MachineError(
-            f"This machine is not a node of the Ray cluster at {address} (its nodes are {', '.join(sorted(alive))}).",
+            f"This machine is not a node of the Ray cluster at {address} (its nodes are {known}).",
             f"Run rlctl on one of them, or add this machine: `ray start --address {address}`.",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import resource
 import sys
 import sysconfig
@@ -86,8 +87,9 @@ class WorkerHost:
         return (result, *values) if values else result
 
     def peak_memory(self) -> dict[str, int]:
-        """Peak bytes of the process: `host` resident, `device` reserved by torch on its GPU (absent without one)."""
-        peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        """Bytes of the process: `host` resident at its peak, `files` the pages of files (mostly libraries) that are
+        resident now, `device` reserved by torch on its GPU at its peak (absent without one)."""
+        peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "files": mapped_file_bytes()}
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             peak["device"] = torch.cuda.max_memory_reserved()
@@ -191,3 +193,10 @@ class EarlyHosts:
         for _, host in free:
             with contextlib.suppress(RayError):
                 ray.kill(host, no_restart=True)
+
+
+def mapped_file_bytes() -> int:
+    """Resident bytes of this process that are pages of files; 0 where the system does not tell."""
+    status = Path("/proc/self/status")
+    pages = re.search(r"^RssFile:\s+(\d+) kB", status.read_text() if status.exists() else "", re.MULTILINE)
+    return int(pages[1]) * 1024 if pages else 0

@@ -73,9 +73,9 @@ class Resolved:
         The sources are not merged again: only sections with another value, and the rules across sections, are validated
         again. Keys that the method lacks are left out. Raises ConfigError.
         """
-        own = Schema((type(self.config),))
+        schema = Schema((type(self.config),))
         given = {value.key: value for value in self.given() if value.key not in without}
-        decided = {value.key: value for value in values if own.field(value.key) is not None}
+        decided = {value.key: value for value in values if schema.field(value.key) is not None}
         kept = {
             key: value
             for key, value in given.items()
@@ -85,7 +85,7 @@ class Resolved:
         touched = {key.partition(".")[0] for key in (*(decided.keys() - kept.keys()), *without)}
         nested = nest({key: value.value for key, value in now.items() if key.partition(".")[0] in touched})
         sections = {
-            name: nested.get(name, {}) if name in touched else getattr(self.config, name) for name in own.sections
+            name: nested.get(name, {}) if name in touched else getattr(self.config, name) for name in schema.sections
         }
         try:
             config = type(self.config).model_validate(sections)
@@ -97,8 +97,8 @@ class Resolved:
     def with_plan(self, plan: Plan, without: Collection[str] = ()) -> Resolved:
         """Return the configuration with the plan's values, and those that plug-ins take from the plan, for unset
         keys; keys of `without` are unset."""
-        own = {key: mark.value(plan) for key, mark in Schema((type(self.config),)).with_mark(Decided).items()}
-        decided = {key: value for key, value in own.items() if value is not None}
+        marked = {key: mark.value(plan) for key, mark in Schema((type(self.config),)).with_mark(Decided).items()}
+        decided = {key: value for key, value in marked.items() if value is not None}
         values = {**plan.config_values(), **decided}
         return self.deciding((Value(key, value, PLANNER) for key, value in values.items()), without)
 

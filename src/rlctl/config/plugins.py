@@ -14,7 +14,7 @@ import functools
 import sys
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rlctl.errors import InputError
 
@@ -33,19 +33,22 @@ EntryPointGroup = Literal[
 
 def plugin_names(group: EntryPointGroup) -> tuple[str, ...]:
     """Return the names in a group without importing them."""
-    return tuple(sorted({entry.name for entry in _entry_points(group, tuple(sys.path))}))
+    return tuple(sorted({entry.name for entry in _entry_points(tuple(sys.path)).select(group=group)}))
 
 
 @functools.cache
-def _entry_points(group: EntryPointGroup, places: tuple[str, ...]) -> metadata.EntryPoints:
+def _entry_points(places: tuple[str, ...]) -> metadata.EntryPoints:
     """Reading all packages takes 30 ms, and a command asks for the names behind each of its flags."""
-    return metadata.entry_points(group=group)
+    every = metadata.entry_points()
+    return metadata.EntryPoints(entry for group in get_args(EntryPointGroup) for entry in every.select(group=group))
 
 
 def find_plugin(group: EntryPointGroup, name: str) -> metadata.EntryPoint | None:
     """Return the entry point `name` without importing it, or None. Raises InputError if two packages define it
     differently."""
-    entries = list({entry.value: entry for entry in _entry_points(group, tuple(sys.path)).select(name=name)}.values())
+    entries = list(
+        {entry.value: entry for entry in _entry_points(tuple(sys.path)).select(group=group, name=name)}.values()
+    )
     if len(entries) > 1:
         raise InputError(
             f"Several installed packages bring {name!r} in {group}: {', '.join(map(origin, entries))}.",

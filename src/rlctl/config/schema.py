@@ -124,7 +124,7 @@ class Schema:
         return self.names_variable(key) or (str in kinds and not {int, float, bool} & kinds)
 
     def takes_list(self, key: str) -> bool:
-        return any(typing.get_origin(kind) is list for kind in self.plain_kinds(key))
+        return any(typing.get_origin(kind) in (list, tuple) for kind in self.plain_kinds(key))
 
     def takes_number(self, key: str) -> bool:
         """Return whether this key takes a number and no boolean, so that `true` is not taken for 1."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rlctl.config.files import user_path
+
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic_core import CoreSchema
 
 MOST = 2**31 - 1
 Positive = Annotated[int, Field(gt=0, le=MOST)]
@@ -27,9 +36,47 @@ PathText = Annotated[str, AfterValidator(lambda text: str(user_path(text)) if te
 class Section(BaseModel):
     """A part of the configuration. It is immutable and refuses unknown keys."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @classmethod
+    def meanings(cls) -> dict[str, str]:
+        """Return the description of each key that has one: the docstring below its field."""
+        # pydantic's `use_attribute_docstrings` reads the source of every class when it is defined, a fifth of the
+        # processor time of `rlctl plan`. Only help and schemas need it.
+        found = dict[str, str]()
+        for base in reversed(cls.__mro__):
+            if issubclass(base, Section):
+                docstrings = _docstrings(base)
+                for name in inspect.get_annotations(base):
+                    found.pop(name, None)
+                    if name in docstrings:
+                        found[name] = docstrings[name]
+        return found | {name: field.description for name, field in cls.model_fields.items() if field.description}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, meaning in cls.meanings().items():
+            if name in properties:
+                properties[name].setdefault("description", meaning)
+        return schema
+
+
+@cache
+def _docstrings(section: type[Section]) -> dict[str, str]:
+    """Return the docstrings below the fields of a class, without inherited ones; none for a class without source."""
+    try:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }  # fmt: skip
 
 
 class PassThrough(Section):

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rlctl.config.facts import FOR_A_MACHINE
+from rlctl.config.other_trainers import reason_against
 from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import Preset, preset_chain
 from rlctl.config.recipes import PRESET_KEYS, Import, Registry, claimed, override_key, read_file
@@ -27,7 +28,7 @@ ALGORITHM = "algorithm "
 PREFIX = "RLCTL_"
 OWN_VARIABLES = (
     "RLCTL_ADDRESS", "RLCTL_BIND_NUMA", "RLCTL_CACHE_DIR", "RLCTL_DEBUG", "RLCTL_MACHINE_PROFILE",
-    "RLCTL_MEGATRON_CHECKPOINT_DIR", "RLCTL_NODE", "RLCTL_PLAIN_PARAMETERS", "RLCTL_PROBE_DIRECTORY",
+    "RLCTL_EXACT", "RLCTL_MEGATRON_CHECKPOINT_DIR", "RLCTL_NODE", "RLCTL_PLAIN_PARAMETERS", "RLCTL_PROBE_DIRECTORY",
 )  # fmt: skip
 """Environment variables of rlctl that are no configuration keys."""
 
@@ -214,6 +215,7 @@ class Source(PydanticBaseSettingsSource):
             # A search for similar keys takes milliseconds; no more lines than these are shown.
             meant = schema.nearest(value.key) if len(self.unknown) < MOST_LINES else None
             hint = f"; did you mean `{meant}`?" if meant else "."
+            hint = f": {reason}." if (reason := reason_against(value.key)) else hint
             self.unknown[value.key] = f"unknown key `{value.key}` ({value.origin}){hint}"
         elif schema.is_section(value.key):
             self.problems.append(

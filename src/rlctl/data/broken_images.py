@@ -30,9 +30,9 @@ def broken_images(
 
     places = range(min(len(rows), most))
     with ThreadPoolExecutor() as pool:  # PIL decodes without Python's lock
-        found = {place: error for place, error in zip(places, pool.map(undecoded, places), strict=True) if error}
-    others = (place for place in places if place not in found)
-    return dict(sorted((found | {place: error for place in others if (error := refused(place))}).items()))
+        undecodable = {place: error for place, error in zip(places, pool.map(undecoded, places), strict=True) if error}
+    others = (place for place in places if place not in undecodable)
+    return dict(sorted((undecodable | {place: error for place in others if (error := refused(place))}).items()))
 
 
 def readable(rows: Sequence[PromptRow], data: DataConfig, encoder: PromptEncoder) -> tuple[PromptRow, ...]:

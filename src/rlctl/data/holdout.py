@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -25,7 +26,7 @@ MOST_READ, MOST_MADE = 200_000, 2_000
 
 def columns_of_prompts(config: RlctlConfig, data: DataConfig) -> Collection[str] | None:
     """Return the columns that the model reads besides a row's prompt; None: possibly all."""
-    if (rollouts := config.rollout_settings) and rollouts.environment.wanted:
+    if (rollouts := config.rollout_settings) and rollouts.plays:
         return None
     return template.names if (template := template_of(data)) else ()
 
@@ -43,15 +44,14 @@ def hold_out(
             f"validation.holdout = {count} leaves nothing to train on: {dataset.label} has {size} prompts.",
             "Lower it, or name other prompts with --set validation.data.name=...",
         )
-    compared = size <= (MOST_READ if dataset.checked > 1 else MOST_MADE)
-    prompts_N = _prompts(dataset, columns) if compared else np.arange(size)
     draws_N = np.random.PCG64(np.random.SeedSequence((seed, size))).random_raw(size)
+    if size > (MOST_READ if dataset.checked > 1 else MOST_MADE):
+        return _hold_out_uncompared(dataset, count, draws_N)
+    prompts_N = _prompts(dataset, columns)
     _, first_G, of_N, sizes_G = np.unique(prompts_N, return_index=True, return_inverse=True, return_counts=True)
     order_G = np.argsort(draws_N[first_G], kind="stable")
     held_N = np.isin(of_N, _fitting(order_G, sizes_G, count))
     rest_N, notes, left_out = ~held_N, list[str](), 0
-    if not compared:
-        notes.append(f"held-out rows may have prompts that are trained too: {size:,} rows were not compared")
     if lacking := count - int(held_N.sum()):  # rows of one more prompt, whose others are then in neither part
         others = [group for group in order_G if not held_N[first_G[group]]]
         last_N = of_N == min(others, key=lambda group: sizes_G[group])
@@ -66,6 +66,18 @@ def hold_out(
     identity = {"held_out": count, **({"prompts": len(first_G)} if len(first_G) < size else {})}
     train = dataset.only(np.flatnonzero(rest_N), **identity)
     return replace(train, notes=(*dataset.notes, *notes)), dataset.only(np.flatnonzero(held_N), **identity)
+
+
+def _hold_out_uncompared(
+    dataset: PromptDataset, count: int, draws_N: np.ndarray
+) -> tuple[PromptDataset, PromptDataset]:
+    """Hold out the rows with the smallest draws, of equal ones the first."""
+    last = np.partition(draws_N, count - 1)[count - 1]
+    held_N = draws_N < last
+    held_N[np.flatnonzero(draws_N == last)[: count - int(held_N.sum())]] = True
+    note = f"held-out rows may have prompts that are trained too: {len(dataset):,} rows were not compared"
+    train = dataset.only(np.flatnonzero(~held_N), held_out=count)
+    return replace(train, notes=(*dataset.notes, note)), dataset.only(np.flatnonzero(held_N), held_out=count)
 
 
 def _prompts(dataset: PromptDataset, columns: Collection[str] | None) -> np.ndarray:
@@ -85,8 +97,9 @@ def _read(dataset: PromptDataset, index: int, columns: Collection[str] | None) -
     messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
     stripped = [{key: value for key, value in message.items() if key != IMAGES} for message in messages]
     fields = {key: row.fields.get(key) for key in (row.fields if columns is None else columns)}
-    images = tuple((image.place, image.data) for image in row.images)
-    return json.dumps(_squeezed([stripped, fields]), sort_keys=True, default=str), images
+    images = [(image.place, hashlib.sha256(image.data or b"").digest()) for image in row.images]
+    text = json.dumps(_squeezed([stripped, fields]), sort_keys=True, default=str)
+    return hashlib.sha256(repr((text, images)).encode()).digest()
 
 
 def _squeezed(value: Any) -> Any:

@@ -262,7 +262,8 @@ def difficulties(dataset: PromptDataset, data: DataConfig) -> np.ndarray:
             "data.order = difficulty needs the field of a row's difficulty.",
             "Name it with --set data.difficulty_field=...",
         )
-    return np.array([_difficulty(dataset[index], path) for index in range(len(dataset))], dtype=np.float64)
+    rows = (dataset[index] for index in range(len(dataset)))
+    return np.fromiter((_difficulty(row, path) for row in rows), np.float64, len(dataset))
 
 
 def _difficulty(row: PromptRow, path: str) -> float:

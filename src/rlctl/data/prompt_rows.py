@@ -39,6 +39,13 @@ class PromptRow:
     source: str = ""
     """Label of its dataset (`data.sources`), where a run has several."""
 
+    def field_at(self, path: str) -> str:
+        """Return the text of a field, such as `name` or `agent_ref.name`; empty where the row has none."""
+        value: Any = self.fields
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return "" if value is None else str(value)
+
     @property
     def tools(self) -> list[Any]:
         """The tools that a conversation may call, as templates take them. Raises InputError for anything else."""
@@ -99,6 +106,8 @@ class PromptDataset:
     """The task, if it brings a scorer."""
     checked: int = 1
     """Its first rows that are looked at before a run: all where they are in memory."""
+    ahead: int | None = None
+    """Rows of a run whose texts are checked before it; None: all."""
     notes: tuple[str, ...] = ()
     """Remarks for the user on its rows."""
 

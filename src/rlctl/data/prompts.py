@@ -16,10 +16,20 @@ from rlctl.data.drawn_shapes import DRAWN_SHAPES, open_shapes
 from rlctl.data.gym_questions import contents_digest, questions_of
 from rlctl.data.gym_tasks import build_task, gym_registry
 from rlctl.data.image_rows import COLUMNS, holds_images
+from rlctl.data.large_files import LargeFiles, open_large
 from rlctl.data.prompt_records import MESSAGES
 from rlctl.data.prompt_rows import GYM_PREFIX, GymTask, PromptDataset, PromptRow, instructions
-from rlctl.data.records import arrow_records, digest_of, files_in, folder_in, is_file_name, records_of
+from rlctl.data.records import (
+    arrow_records,
+    digest_of,
+    files_in,
+    folder_in,
+    is_file_name,
+    records_of,
+    with_file_names,
+)
 from rlctl.data.row_types import PROMPTS, RowType
+from rlctl.data.task_folders import open_tasks, task_folders
 from rlctl.errors import AbsentError, InputError, MachineError, first_line, suggest
 from rlctl.settings.data import DataConfig
 
@@ -32,7 +42,9 @@ MOST_QUESTIONS = 10_000_000
 LOOKED_AT = 16
 """Rows of a source that are looked at for images."""
 CHECKED_ROWS = 1000
-"""Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""
+"""Rows of a dataset or of large files whose fields are checked when they are opened; the rest when they are drawn."""
+LOOKED_AHEAD = 10_000
+"""Rows of large files, in the order of the run, whose texts are checked before it; the rest when they are drawn."""
 
 
 def open_prompts(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> PromptDataset:
@@ -50,6 +62,8 @@ def open_prompts(data: DataConfig, seed: int = 0, rows: RowType = PROMPTS) -> Pr
         )
     if name == DRAWN_SHAPES:
         return open_shapes(data, seed, rows)
+    if tasks := task_folders(name):
+        return open_tasks(name, tasks, data, rows)
     files = _found(name, data)
     return of_files(name, files, data, rows) if isinstance(files, list) else of_dataset(name, files, data, rows)
 
@@ -65,12 +79,38 @@ def open_episodes(environment: str, size: int | None) -> PromptDataset:
 
 def of_files(label: str, files: list[Path], data: DataConfig, row_type: RowType = PROMPTS) -> PromptDataset:
     """Return the rows of data files (the first `data.size`). Raises InputError naming the file and the line."""
-    records = islice(records_of(files, partial(row_type.template_columns, data=data)), data.size)
+    choose = partial(row_type.template_columns, data=data)
+    few = data.size is not None and data.size <= LOOKED_AHEAD
+    if not few and (large := open_large(files, data.size, choose)) is not None:
+        return _of_large(label, large, data, row_type, digest_of(files))
+    records = islice(records_of(files, choose), data.size)
     rows = [row_type.read(record, index, where, data) for index, (where, record) in enumerate(records)]
     if not rows:
-        raise InputError(f"{label} has no rows.", "Give a file with at least one prompt.")
+        raise _no_rows(label)
     identity = {"sha256": digest_of(files)}
     return PromptDataset(label, len(rows), rows.__getitem__, identity, instructions(data), checked=len(rows))
+
+
+def _of_large(label: str, large: LargeFiles, data: DataConfig, row_type: RowType, digest: str) -> PromptDataset:
+    """Return the rows of large files, each read when it is drawn."""
+    if not large.size:
+        raise _no_rows(label)
+
+    def row(index: int) -> PromptRow:
+        path, where, record = large.at(index)
+        return row_type.read(with_file_names(record, path), index, where, data)
+
+    opened = PromptDataset(
+        label, large.size, row, {"sha256": digest}, instructions(data), checked=min(large.size, CHECKED_ROWS),
+        ahead=LOOKED_AHEAD, notes=large.notes,
+    )  # fmt: skip
+    for index in range(opened.checked):
+        row(index)
+    return opened
+
+
+def _no_rows(label: str) -> InputError:
+    return InputError(f"{label} has no rows.", "Give a file with at least one prompt.")
 
 
 def shows_images(data: DataConfig) -> bool:
@@ -78,7 +118,7 @@ def shows_images(data: DataConfig) -> bool:
     name = data.name or ""
     if name == DRAWN_SHAPES:
         return True
-    if not name or name.startswith(GYM_PREFIX):
+    if not name or name.startswith(GYM_PREFIX) or task_folders(name):
         return False
     try:
         files = _found(name, data)

@@ -13,6 +13,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from rlctl.errors import InputError, MachineError, first_line, suggest, suggest_
 
 if TYPE_CHECKING:
     import pyarrow
+    import pyarrow.parquet
 
 Records = Iterator[tuple[str, dict[str, Any]]]
 """Records, each after the words that name it in a message."""
@@ -207,18 +209,32 @@ def _csv(path: Path, file: IO[bytes]) -> Records:
 
 
 def _parquet(path: Path, choose: Choose) -> Records:
+    index = 0
+    with opened_parquet(path) as table:
+        for batch in parquet_batches(table, BATCH_ROWS):
+            for record in arrow_records(batch, choose):
+                yield f"{path}, row {index}", record
+                index += 1
+
+
+def parquet_batches(table: pyarrow.parquet.ParquetFile, rows: int) -> Iterator[pyarrow.RecordBatch]:
+    """Yield batches of at most `rows`. Arrow reads all that it is asked for into memory, so it is asked for one group
+    of rows after the other."""
+    for group in range(table.num_row_groups):
+        yield from table.iter_batches(batch_size=rows, row_groups=[group])
+
+
+@contextmanager
+def opened_parquet(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
+    """Open a Parquet file. Raises InputError for what Arrow cannot read in the block."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise MachineError("Parquet files need pyarrow.", "Install rlctl with its cpu or cuda extra.") from error
-    index = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
-            for batch in table.iter_batches(batch_size=BATCH_ROWS):
-                for record in arrow_records(batch, choose):
-                    yield f"{path}, row {index}", record
-                    index += 1
+            yield table
     except pyarrow.ArrowException as error:
         raise InputError(f"{path} is not a parquet file that can be read: {error}") from error
 
@@ -292,6 +308,7 @@ def with_file_names(record: dict[str, Any], path: Path) -> dict[str, Any]:
     return {**record, **with_paths}
 
 
-READERS = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv}
+LINES = (".jsonl", ".ndjson")
+READERS = {**dict.fromkeys(LINES, _json_lines), ".json": _json, ".csv": _csv, ".tsv": _csv}
 FILE_SUFFIXES = (*READERS, ".parquet")
 """Suffixes of data files."""

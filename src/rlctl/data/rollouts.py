@@ -3,8 +3,9 @@ group, T their packed tokens (prompt and completion of each)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -23,15 +24,18 @@ REWARD_PART = "reward/"
 LOSS_WEIGHTS = "loss_weights"
 """Further column, float32: factor of the loss of each response token, next to the weight that its rollout gives it."""
 CHUNK = "chunk"
-"""Column for a teacher with another tokenizer: each token's part of the text (`data/cross_tokens.py`)."""
-TEACHER_SAMPLE = 1
-"""The sample of its group, whose first is the text itself, that has the tokens of such a teacher."""
+"""Columns for teachers with another tokenizer: each token's part of the text (`data/cross_tokens.py`)."""
 LENGTH = "length"
 TIMEOUT = "timeout"
 LIMIT_REASONS = (
     LENGTH, "abort", TIMEOUT, "turns", "context", "sampled_tokens", "tool_calls", "broken_calls", "episode_timeout"
 )  # fmt: skip
 """Stop reasons set by a limit."""
+
+
+def chunk_column(teacher: int) -> str:
+    """Return the column of the chunks that the policy and a teacher with another tokenizer share."""
+    return f"{CHUNK}/{teacher}"
 
 
 TokensByVersion = tuple[tuple[int, int], ...]
@@ -81,6 +85,23 @@ class RolloutColumns:
 
 
 @dataclass(frozen=True)
+class ModelRequest:
+    """A request of a program to the model: a node in the tree of its episode."""
+
+    number: int
+    """From 1, in the order of the answers."""
+    parent: int | None
+    """The request whose answer it continues; None: it begins a conversation."""
+    began_s: float
+    ended_s: float
+    """Seconds since the program began."""
+    prompt_tokens: int
+    """All tokens that the model read."""
+    calls: Sequence[Mapping[str, str]] = ()
+    """`id`, `name` and `arguments` (JSON) of the tool calls in the answer."""
+
+
+@dataclass(frozen=True)
 class Turn:
     """One message of an episode."""
 
@@ -90,6 +111,30 @@ class Turn:
     """Tokens that it became; of messages that were written together, the first has them all."""
     reward: float | None
     """The reward of a turn of the model; None for other messages."""
+    request: ModelRequest | None = None
+    """The program's request that a turn of the model answers."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the turn as JSON."""
+        return {name: value for name, value in asdict(self).items() if name != "request" or value is not None}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Turn:
+        """Return the turn of a `record`."""
+        return cls(**{**record, "request": ModelRequest(**record["request"]) if record.get("request") else None})
+
+
+@dataclass(frozen=True)
+class EpisodeFailure:
+    """Why the environment of an episode failed."""
+
+    reason: str
+    """`raised`, `died`, `timeout`, `program` (it asked the model nothing), `prompt` (too long), `template`, `sandbox`
+    (it did not start), or a limit of programs: `memory`, `processes` or `disk`."""
+    cause: str
+    """The error, without the row."""
+    message: str
+    """The error with the environment and the row."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +151,14 @@ class EpisodeFacts:
     """Token positions where further contexts begin, which do not see earlier tokens (`environment.thinking`)."""
     longest_turn: int = 0
     """Tokens of the longest turn of the model."""
+    reason: str = ""
+    """`EpisodeFailure.reason` of a failure."""
+    cause: str = ""
+    """`EpisodeFailure.cause` of a failure."""
+    model_s: float = field(default=0.0, compare=False)
+    """Seconds in which the engine continued it."""
+    environment_s: float = field(default=0.0, compare=False)
+    """Seconds outside of the engine, including attempts that failed."""
 
 
 def contexts_of(tokens: int, episode: EpisodeFacts | None) -> list[tuple[int, int]]:
@@ -187,7 +240,9 @@ class RolloutGroup:
     transcripts: object | None = None
     """Handle of episodes by turn, `list[list[Turn]]` of length G; None without an environment."""
     dropped: tuple[str, ...] = ()
-    """The error of a reward function on each rollout that is not among `rollouts` for that reason."""
+    """The error of a reward function or an environment on each rollout that is not among `rollouts` for that reason."""
+    failed: tuple[EpisodeFailure, ...] = ()
+    """The failures of environments, also of dropped rollouts."""
 
     @property
     def sequences(self) -> tuple[Rollout, ...]:

@@ -25,6 +25,8 @@ class CallForm:
     """given: as the row has them."""
     null: bool = False
     """The empty content of a message with calls is null."""
+    written: bool = True
+    """Whether the template writes calls at all."""
 
     @classmethod
     def of(cls, render: Render) -> CallForm:
@@ -36,7 +38,7 @@ class CallForm:
             if takes_object or text in by_text:
                 kind = "object" if text not in by_text else "given" if takes_object else "text"
                 return cls(kind, content is None)
-        return cls()
+        return cls(written=False)
 
     def taken(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message whose calls and content have this form."""

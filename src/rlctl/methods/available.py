@@ -134,7 +134,9 @@ def defaults_of(name: str) -> dict[str, Any]:
     if (method := method_class(name)) is None:
         return {}
     sections = {name: field.default for name, field in method.Config.model_fields.items()}
-    of_sections = (given_keys(one, f"{name}.") for name, one in sections.items() if isinstance(one, Section))
+    of_sections = (
+        given_keys(section, f"{name}.") for name, section in sections.items() if isinstance(section, Section)
+    )
     return dict(chain.from_iterable(of_sections)) | dict(method.defaults)
 
 
@@ -185,13 +187,17 @@ def method_from_config(config: RlctlConfig, *, tries_loss: bool = True) -> Metho
 
 def _require_fitting_teacher(config: RlctlConfig, method: Method) -> None:
     """Raise ConfigError where a teacher is needed and not there, or is there and nothing learns from it."""
-    name, teacher, column = config.run.algorithm, config.named_teacher, "teacher_logprobs"
-    if teacher is None and column in method.requires | method.needs:
+    name, column = config.run.algorithm, "teacher_logprobs"
+    if not config.has_teacher and column in method.requires | method.needs:
         what = f"The algorithm {name}" if column in method.requires else "loss.needs = teacher_logprobs"
-        raise ConfigError(f"{what} needs a teacher.", "Name one: --teacher NAME (teacher.model).")
-    if teacher and name in BUILT_IN and column not in method.requires and not method.config.loss.function:
         raise ConfigError(
-            f"teacher.model = {teacher.model}, but the algorithm {name} learns nothing from a teacher.",
+            f"{what} needs a teacher.", "Name one: --teacher NAME (teacher.model), or set teacher.policy=true."
+        )
+    if config.has_teacher and name in BUILT_IN and column not in method.requires and not method.config.loss.function:
+        named = "policy = true" if config.own_teacher else "models"
+        named = f"model = {config.named_teacher.model}" if config.named_teacher else named
+        raise ConfigError(
+            f"teacher.{named}, but the algorithm {name} learns nothing from a teacher.",
             "Add --algorithm distillation, take `train distill`, or leave the teacher out.",
         )
 

@@ -18,6 +18,9 @@ policy's vocabulary to the teacher's (P-KL, "Cross-Tokenizer (X-Token) Off-Polic
 
 T(c) is a distribution where the teacher has one token; the geometric mean of several adds up to less than 1.
 
+Several teachers of a text each have such a loss, of tokens or chunks, and with `teacher.mix` = divergences their
+weighted mean is the loss.
+
 `distillation.balanced` multiplies the divergence of a text by -log pi(text) / divergence(text), without a gradient.
 """
 
@@ -30,17 +33,14 @@ from pydantic import model_validator
 
 from rlctl.backends.batching.batch import TokenBatch
 from rlctl.config.section import NonNegativeNumber
-from rlctl.data.rollouts import CHUNK
-from rlctl.methods.rl.distillation import OF_TOP, TopTokens, of_top, top_kl
+from rlctl.methods.divergences import OF_TOP, TopTokens, aligned, divergence, of_top, require_normalized
 from rlctl.methods.sft import Sft, SftConfig
-from rlctl.settings.other_models import SourceTeacher, TextTeacherConfig, first_of, require_one_owner
+from rlctl.settings.other_models import TextTeacherConfig, require_mixable, require_owners
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
     import torch
 
-LEAST = 1e-10
-"""Added to projected probabilities: no token of the policy may lead to a token of the teacher."""
 ALIGNED = Metric("aligned", "mean", curve="part of the tokens whose chunk the teacher has read", form=".3f")
 
 
@@ -61,31 +61,34 @@ class DistillConfig(SftConfig):
     distillation: DistillSettings = DistillSettings()
 
     @property
-    def named_teacher(self) -> TextTeacherConfig | None:
-        return first_of(self.teacher)
+    def teacher_section(self) -> TextTeacherConfig:
+        return self.teacher
 
     @property
-    def source_teachers(self) -> tuple[SourceTeacher, ...]:
-        return self.teacher.models
-
-    @property
-    def teacher_has_tokenizer(self) -> bool:
-        return self.teacher.own_tokenizer
+    def tokenizer_teachers(self) -> tuple[int, ...]:
+        return self.teacher.with_tokenizer
 
     @model_validator(mode="after")
-    def validate_one_teacher_of_each_source(self) -> DistillConfig:
-        require_one_owner(self.teacher, self.data.source_labels)
+    def validate_teachers(self) -> DistillConfig:
+        require_owners(self.teacher, self.data.source_labels)
+        if self.teacher.policy and self.teacher.own_tokenizer:
+            raise ValueError("teacher.own_tokenizer does not go with teacher.policy: the policy reads its own tokens")
         if self.teacher.models and self.teacher.own_tokenizer:
-            raise ValueError("teacher.own_tokenizer does not go with teacher.models: all read the policy's tokens")
-        if self.teacher.models and self.validation.wanted:
-            raise ValueError("validation does not go with teacher.models: held-out texts belong to no teacher")
+            raise ValueError(
+                "teacher.own_tokenizer is for teacher.model: set own_tokenizer in entries of teacher.models"
+            )
+        require_mixable(self.teacher, self.data.source_labels)
+        by_source = self.teacher.field is None and any(entry.sources for entry in self.teacher.models)
+        if self.validation.wanted and by_source:
+            raise ValueError("validation does not go with teacher.models[].sources: held-out texts belong to no source")
+        require_normalized(self.teacher.mix, self.distillation)
         return self
 
     @model_validator(mode="after")
     def validate_projected_distribution(self) -> DistillConfig:
-        if self.teacher.own_tokenizer and self.distillation.outside == "tail":
+        if self.teacher.with_tokenizer and self.distillation.outside == "tail":
             raise ValueError(
-                "distillation.outside = tail does not go with teacher.own_tokenizer: a projected distribution has "
+                "distillation.outside = tail does not go with own_tokenizer of a teacher: a projected distribution has "
                 "nothing outside of the teacher's most likely tokens that could be compared"
             )
         return self
@@ -110,27 +113,23 @@ class Distill(Sft):
 
     def __init__(self, config: DistillConfig) -> None:
         super().__init__(config)
-        self.metrics = (OF_TOP[0], ALIGNED if config.teacher.own_tokenizer else OF_TOP[1], *Sft.metrics)
+        self.metrics = (OF_TOP[0], ALIGNED if config.teacher.with_tokenizer else OF_TOP[1], *Sft.metrics)
 
     @property
     def teacher_top(self) -> int:
         return self.config.distillation.top_k
 
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
-        options, divergence_R = self.config.distillation, self._divergence(batch)
+        options, divergence_R = self.config.distillation, divergence(batch, self.config.distillation)
         if options.balanced:
             divergence_R = _balance(divergence_R, batch) * divergence_R
         return options.weight * divergence_R - options.sft_weight * batch.logprobs_R
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
         metrics = super().measure(batch)
-        if not self.config.teacher.own_tokenizer:
+        if not self.config.teacher.with_tokenizer:
             return {**of_top(batch, self.config.distillation), **metrics}
-        return {"top_kl": self._divergence(batch), "aligned": batch.extra_R[CHUNK] >= 0, **metrics}
-
-    def _divergence(self, batch: TokenBatch) -> torch.Tensor:
-        own_tokenizer = self.config.teacher.own_tokenizer
-        return (chunk_kl if own_tokenizer else top_kl)(batch, self.config.distillation)
+        return {"top_kl": divergence(batch, self.config.distillation), "aligned": aligned(batch), **metrics}
 
 
 def _balance(divergence_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
@@ -144,26 +143,3 @@ def _balance(divergence_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 
     divergence_R = summed(divergence_R)
     return (summed(-batch.logprobs_R) / divergence_R).where(divergence_R > 0, 1.0)
-
-
-def chunk_kl(batch: TokenBatch, o: TopTokens) -> torch.Tensor:
-    """Return the divergence [R] from a teacher with another tokenizer, with gradient: each token has its share of its
-    chunk's divergence, and 0 if the teacher has no probability for the chunk. Suffix C: the chunks."""
-    import torch
-
-    assert batch.teacher_top_RK is not None  # `teacher_top` asks for both
-    assert batch.top_logprobs_RK is not None
-    chunk_R = batch.extra_R[CHUNK].long()
-    place_R = batch.rollout_R * (chunk_R.max() + 2) + chunk_R + 1
-    _, chunk_of_R, count_C = place_R.unique(return_inverse=True, return_counts=True)
-    count_C = count_C.to(batch.logprobs_R.dtype)
-    shape = (len(count_C), batch.teacher_top_RK.shape[1])
-    log_t_CK = batch.teacher_top_RK.new_zeros(shape).index_copy(0, chunk_of_R, batch.teacher_top_RK)
-    p_CK = batch.top_logprobs_RK.new_zeros(shape).index_add(0, chunk_of_R, batch.top_logprobs_RK) / count_C[:, None]
-    log_p_CK = (p_CK / (p_CK.sum(-1, keepdim=True) + LEAST) + LEAST).log()
-    found_C = torch.zeros_like(count_C)
-    if o.forward_share:
-        found_C = found_C + o.forward_share * (log_t_CK.exp() * (log_t_CK - log_p_CK)).sum(-1)
-    if o.forward_share < 1:
-        found_C = found_C + (1 - o.forward_share) * (log_p_CK.exp() * (log_p_CK - log_t_CK)).sum(-1)
-    return (found_C / count_C)[chunk_of_R].where(chunk_R >= 0, 0.0)

@@ -16,7 +16,7 @@ from rlctl.telemetry.metrics import LOSS, Metric
 from rlctl.training.capabilities import PrecomputesReference, ScalarHead
 from rlctl.training.method import Method
 from rlctl.training.step_metrics import length_metrics
-from rlctl.training.train_batch import token_weights, without_idle
+from rlctl.training.train_batch import taught_as, token_weights, without_idle
 
 if TYPE_CHECKING:
     from rlctl.models.facts import ModelFacts
@@ -98,15 +98,20 @@ class TextMethod(Method):
         parts = [part for part in np.array_split(np.arange(len(groups)), optimizer_steps) if len(part)]
         minibatches = [self._minibatch(groups[part[0] : part[-1] + 1]) for part in parts]
         batch = without_idle(minibatches, {group.position: group.columns for group in groups}, needs_advantage=False)
-        batch = replace(batch, sources={group.position: group.row.source for group in groups})
-        teacher_texts = {group.position: group for group in groups if group.for_teacher is not None}
-        if not teacher_texts:
-            return batch
-        for_teacher = tuple(
-            tuple(_for_teacher(teacher_texts[text.position], text) for text in minibatch)
-            for minibatch in batch.minibatches
-        )
-        return replace(batch, for_teacher=for_teacher)
+        batch = replace(batch, sources={group.position: taught_as(self.config, group.row) for group in groups})
+        by_position = {group.position: group for group in groups}
+        for_teachers = {
+            teacher: tuple(
+                tuple(
+                    _for_teacher(group, teacher, text)
+                    for text in minibatch
+                    if teacher in (group := by_position[text.position]).for_teachers
+                )
+                for minibatch in batch.minibatches
+            )
+            for teacher in sorted({teacher for group in groups for teacher in group.for_teachers})
+        }
+        return replace(batch, for_teachers=for_teachers)
 
     def _minibatch(self, groups: Sequence[TextGroup]) -> tuple[WeightedSequence, ...]:
         texts = [(group.position, sample, text) for group in groups for sample, text in enumerate(group.texts)]
@@ -117,11 +122,10 @@ class TextMethod(Method):
         )
 
 
-def _for_teacher(group: TextGroup, text: WeightedSequence) -> WeightedSequence:
-    """Return a text in the teacher's tokenization, which follows the row's texts in their columns."""
-    lengths = group.for_teacher
-    assert lengths is not None
-    return text._replace(sample=len(group.texts), prompt_tokens=lengths.prompt_tokens, tokens=lengths.tokens)
+def _for_teacher(group: TextGroup, teacher: int, text: WeightedSequence) -> WeightedSequence:
+    """Return a text in a teacher's tokenization; these follow the row's texts in their columns."""
+    lengths, sample = group.for_teachers[teacher], len(group.texts) + [*group.for_teachers].index(teacher)
+    return text._replace(sample=sample, prompt_tokens=lengths.prompt_tokens, tokens=lengths.tokens)
 
 
 def per_text(count: int, sequences: int) -> np.ndarray:

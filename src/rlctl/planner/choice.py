@@ -39,18 +39,46 @@ PLAIN_ENGINE = EngineNumbers()
 """An engine with defaults only."""
 
 
+LoraRefit = Literal["delta", "adapters", "merged"]
+Split = Literal["outputs", "inputs", "none", "experts"]
+
+
+@dataclass(frozen=True)
+class AdaptedKind:
+    """Adapters of one shape, which some layers of a kind have."""
+
+    split: Split
+    """The dimension of the matrix that tensor parallelism divides; experts are divided by expert parallelism."""
+    inputs: int
+    outputs: int
+    rank: int
+    dense: int = 0
+    """Number of such adapters in all dense layers."""
+    moe: int = 0
+    """Number of such adapters in all layers of experts."""
+
+
 @dataclass(frozen=True)
 class LoraChoice:
     """Low-rank adapters that are trained instead of the weights (arXiv:2106.09685)."""
 
     rank: int
-    attention: bool = True
-    mlp: bool = True
-    """Dense MLPs and shared experts; routed experts have none."""
-    refit: Literal["delta", "adapters", "merged"] = "merged"
+    kinds: tuple[AdaptedKind, ...] = ()
+    tables: tuple[bool, bool] = (False, False)
+    """Whether embedding and output layer are trained whole (`modules_to_save`)."""
+    refit: LoraRefit = "merged"
     """How they reach the engines (`training.lora.refit`)."""
+    held: int = 1
+    """Adapters of these shapes over one base, each with optimizer states; all but one wait in host memory."""
     why: str = field(default="", compare=False)
     """The rule that chose `refit`."""
+    others: tuple[LoraChoice, ...] = field(default=(), compare=False)
+    """The same adapters with the other ways that the planner compares by the time of a step."""
+
+    @property
+    def adds(self) -> bool:
+        """Whether trainer and engines add adapters to products, and merge nothing."""
+        return self.refit == "adapters"
 
 
 @dataclass(frozen=True)
@@ -84,6 +112,10 @@ class TrainingChoice:
     """The reference's weights wait in host memory and change places with the policy's for its log-probs."""
     valued: bool = False
     """The model returns a value per position in place of logits."""
+    own_teacher: bool = False
+    """The policy of an earlier step is a second model in its processes (`teacher.policy`)."""
+    teacher_average: bool = False
+    """That model is an average, which a narrow format keeps in float32 in host memory."""
     critic: bool = False
     """A value model of the same size is trained on the same devices."""
     critic_offload: bool = False

@@ -19,7 +19,8 @@ from rlctl.errors import ConfigError, MachineError
 from rlctl.models.constraints import require_policy_sizes, unpacked_rule
 from rlctl.models.facts import ModelFacts
 from rlctl.models.quantized_base import packed_sizes
-from rlctl.planner.choice import PLAIN_ENGINE, EngineNumbers, LoraChoice, Precision
+from rlctl.planner.choice import PLAIN_ENGINE, EngineNumbers, Precision
+from rlctl.planner.costs.adapters import lora_choice
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import (
     ClusterFacts,
@@ -33,15 +34,18 @@ from rlctl.planner.inputs.cluster import (
     with_profile,
 )
 from rlctl.planner.inputs.constants import DEFAULTS
-from rlctl.planner.inputs.request import Request, Workload
+from rlctl.planner.inputs.request import Request, TeacherWork, Workload
 from rlctl.planner.lora_refit import choose_refit
 from rlctl.planner.make_plan import Refusal, make_plan
 from rlctl.planner.result import Plan
 from rlctl.settings.config import EngineConfig, RlctlConfig, RolloutConfig
+from rlctl.settings.other_models import owners_of
 from rlctl.settings.training import TrainingConfig
 from rlctl.transport.available import storing, transport_facts
 
 DRIVER_LIMIT_S = 30.0
+ONE_RANK = {"training.tp", "training.cp", "generation.tp", "generation.pp"}
+"""Sizes that are 1 under `checks.exact`: sums over ranks have another order."""
 PROMPT_TOKENS = 128
 """Prompt length that the planner assumes where the data is not read."""
 IMAGE_TOKENS, IMAGE_SHARE = 384, 0.75
@@ -230,6 +234,8 @@ def text_workload(
         epochs=config.batch.epochs,
         old_logprobs="old_logprobs" in needs,
         reference="reference_logprobs" in needs,
+        own_teacher=config.own_teacher is not None,
+        teacher_average=config.own_teacher is not None and config.own_teacher.update_rate < 1,
         packing=config.training.packing and packs,
         dynamic=config.training.dynamic_batching or (config.training.packing and not packs),
         goal=config.run.goal,
@@ -271,6 +277,8 @@ def rollout_workload(
         epochs=config.batch.epochs,
         old_logprobs="old_logprobs" in needs,
         reference="reference_logprobs" in needs,
+        own_teacher=config.own_teacher is not None,
+        teacher_average=config.own_teacher is not None and config.own_teacher.update_rate < 1,
         critic=critic,
         packing=config.training.packing and packs,
         dynamic=config.training.dynamic_batching or (config.training.packing and not packs),
@@ -279,15 +287,17 @@ def rollout_workload(
         teacher_top=min(teacher_top, facts.vocab),
         staleness=config.rollouts.max_staleness if config.rollouts.mode == "async" else None,
         in_flight=config.refit.in_flight,
-        tools_s=config.environment.turns * config.environment.tool_s if config.environment.wanted else 0.0,
+        tools_s=max((environment.answers_s for environment in config.plays), default=0.0),
     )
 
 
 def pins_from_config(config: RlctlConfig) -> dict[str, Any]:
-    """Return the keys that the planner would decide and that the user, a preset or a file has set."""
+    """Return the keys that the planner would decide and that the user, a preset or a file has set, or other keys
+    imply."""
     keys = Schema((type(config),)).with_fact(PLANNED)
     values = {key: functools.reduce(getattr, key.split("."), config) for key in keys}
-    return {key: value for key, value in values.items() if value not in UNDECIDED}
+    implied = dict.fromkeys(ONE_RANK & values.keys(), 1) if config.checks.computes_exactly else {}
+    return implied | {key: value for key, value in values.items() if value not in UNDECIDED}
 
 
 def pinned_parallel(facts: ModelFacts, training: TrainingConfig) -> ParallelSpec:
@@ -358,11 +368,12 @@ def plan_from_config(
     *,
     assume: str | None = None,
     top: int = 5,
-    teacher: ModelFacts | None = None,
+    teachers: Sequence[ModelFacts] = (),
     refusal: Refusal = lambda _: None,
+    held_adapters: int = 1,
 ) -> Plan:
-    """Return the plan of a configuration; `refusal` returns why a backend cannot run it. Raises ConfigError,
-    NoPlanError or MachineError."""
+    """Return the plan of a configuration; `refusal` returns why a backend cannot run it. `held_adapters`: adapters over
+    one base, as of a sweep. Raises ConfigError, NoPlanError or MachineError."""
     cluster = cluster_from_config(config, assume)
     pins = pins_from_config(config)
     if workload.trains:
@@ -384,9 +395,11 @@ def plan_from_config(
         pins = {key: value for key, value in pins.items() if not key.startswith(of_training)}
     require_format(config, cluster)
     precision, lora = precision_from_config(config, cluster), config.training.lora
-    refit, why = choose_refit(config, facts, trains=workload.trains, on_cpu=cluster.is_cpu)
-    targets = "attention" in lora.targets, "mlp" in lora.targets
-    adapters = LoraChoice(lora.rank, *targets, refit, why) if lora.rank else None
+    adapters = lora_choice(facts, lora) if lora.rank else None
+    ways = choose_refit(config, facts, adapters, refits=workload.trains and workload.engines, on_cpu=cluster.is_cpu)
+    if adapters:
+        choices = [replace(adapters, refit=refit, why=rule, held=held_adapters) for refit, rule in ways]
+        adapters = replace(choices[0], others=tuple(choices[1:]))
     # rlctl gives Megatron float32 unless the user passes another dtype.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
     unfused = config.megatron.passed.get("transformer_impl") == "local" or _lacks_transformer_engine(config, assume)
@@ -395,8 +408,10 @@ def plan_from_config(
     flex = config.megatron.passed.get("moe_token_dispatcher_type") == "flex"
     request = Request(
         facts, cluster, workload, pins, constants, precision, adapters, engine, grouped, gradient_bytes,
-        moment_bytes(config.optimizer.passed), teacher, "teacher" if config.named_teacher else "reward_model",
-        teachers=len(config.source_teachers) or 1,
+        moment_bytes(config.optimizer.passed), teachers[0] if teachers else None,
+        role="teacher" if config.named_teacher else "reward_model",
+        further_teachers=tuple(teachers[1:]),
+        teaching=_teacher_work(config, workload, min([facts.vocab, *(teacher.vocab for teacher in teachers)])),
         muon_steps=config.optimizer.muon_steps if config.optimizer.optimizer == "muon" else 0,
         own_layers=unfused and not cluster.is_cpu,
         saves=config.run.save_final or config.run.checkpoint_every != 0,
@@ -406,6 +421,22 @@ def plan_from_config(
         discards=config.engine_settings is not None and config.engine_settings.generation.discard_weights,
     )  # fmt: skip
     return make_plan(request, top=top, refusal=refusal)
+
+
+def _teacher_work(config: RlctlConfig, workload: Workload, vocab: int) -> TeacherWork:
+    """Return the work of a run's teachers. Where several read a row and less than the vocabulary of their mixture is
+    compared, each is asked again, for the most likely tokens of the others."""
+    if (teacher := config.teacher_section) is None or not teacher.models:
+        return TeacherWork()
+    computed, sources = config.listed_teachers, owners_of(teacher, config.data.source_labels).values()
+    separate = teacher.mix == "divergences"
+    compared = max(map(len, sources)) if separate else 1
+    if not computed:
+        return TeacherWork(compared=compared)
+    counts = [sum(number in computed for number in numbers) for numbers in sources]
+    again = 0 < workload.teacher_top < vocab and max(counts) > 1 and not separate
+    passes = sum(count * (1 + (again and count > 1)) for count in counts) / len(counts)
+    return TeacherWork(len(computed), passes, 1 + again, max(counts) if again else 1, compared)
 
 
 def _require_effects(config: RlctlConfig, facts: ModelFacts, pins: Mapping[str, Any]) -> None:

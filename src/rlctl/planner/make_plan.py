@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlctl.errors import ConfigError, NoPlanError
+from rlctl.models.constraints import family_problem
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Request
-from rlctl.planner.result import NextBest, Plan, Rejected
+from rlctl.planner.result import NextBest, Plan, Reason, Rejected
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.evidence import evidence
 from rlctl.planner.search.feasible_plans import (
@@ -35,6 +37,7 @@ PUBLISHED = (
     "In published runs with one trainer on H100s, Megatron-Core was faster: 8B on 8 GPUs took 28 s a step against 38, "
     "70B on 64 GPUs 28 s against 97."
 )
+ADDED = "A newer transformers may have it, or one file of a package adds a family (docs/adding_a_model.md)."
 ON_CPUS = "On a CPU, both backends take about as long."
 
 Refusal = Callable[[Plan], str | None]
@@ -53,11 +56,29 @@ def make_plan(
     adapters = request.adapters
     if adapters is None or adapters.refit != "delta" or request.pin("training.lora.refit"):
         return _made_plan(request, top, prefer_runnable, refusal)
-    try:
-        return _made_plan(request, top, prefer_runnable, refusal)
-    except NoPlanError:
+    plans = list[Plan]()
+    for way in (adapters, *adapters.others):
+        with contextlib.suppress(NoPlanError):
+            plans.append(_made_plan(replace(request, adapters=way), top, prefer_runnable, refusal))
+    if not plans:
         merged = replace(adapters, refit="merged", why="The second copy of adapted matrices (delta) does not fit.")
         return _made_plan(replace(request, adapters=merged), top, prefer_runnable, refusal)
+    best = min(plans, key=lambda plan: plan.total_s)
+    return _with_other_ways(best, [plan for plan in plans if plan is not best])
+
+
+def _with_other_ways(best: Plan, others: Sequence[Plan]) -> Plan:
+    """Add the steps of other ways of `training.lora.refit` to the reason of the best one."""
+    if best.training is None or best.training.adapters is None or not others:
+        return best
+    value = f"training.lora.refit={best.training.adapters.refit}"
+    times = [f"{plan.total_s:.2f} s with {_refit_of(plan)}" for plan in others]
+    rule = f"{best.training.adapters.why} A step takes {best.total_s:.2f} s, and {', '.join(times)}."
+    return replace(best, reasons=tuple(Reason(value, rule) if r.value == value else r for r in best.reasons))
+
+
+def _refit_of(plan: Plan) -> str:
+    return plan.training.adapters.refit if plan.training is not None and plan.training.adapters is not None else ""
 
 
 def _made_plan(request: Request, top: int, prefer_runnable: bool, refusal: Refusal) -> Plan:
@@ -118,7 +139,16 @@ def _found(request: Request, prefer_runnable: bool) -> _Found:
 
 
 def _of_either(request: Request, prefer_runnable: bool, refusal: Refusal) -> tuple[_Found, str]:
-    """Return the default backend's result, or the other's if only that can run, and the reason."""
+    """Return the default backend's result, or the other's if only that can run, and the reason. Raises ConfigError for
+    a family that neither has."""
+    if problem := _family_problem(request, request.backend):
+        if neither := _family_problem(request, OTHER):
+            raise ConfigError(f"{neither}.", ADDED)
+        only = _found(replace(request, backend=OTHER), prefer_runnable)
+        if only.plans and (also := only.obstacle(refusal)):
+            reasons = (f"{request.backend}: {problem}", f"{OTHER}: {also.rstrip('.')}")
+            only = replace(only, plans=[replace(plan, blocked=reasons[not plan.runnable :]) for plan in only.plans])
+        return only, f"{request.backend} cannot: {problem}."
     usual = _found(request, prefer_runnable)
     if (obstacle := usual.obstacle(refusal)) is None:
         return usual, _against_the_other(request, usual.plans[0], refusal)
@@ -128,6 +158,11 @@ def _of_either(request: Request, prefer_runnable: bool, refusal: Refusal) -> tup
     neither = (f"{request.backend}: {obstacle.rstrip('.')}", f"{OTHER}: {also.rstrip('.')}")
     plans = [replace(plan, blocked=neither[not plan.runnable :]) for plan in usual.plans]
     return replace(usual, plans=plans), f"No backend can run it. {'; '.join(neither)}."
+
+
+def _family_problem(request: Request, backend: str) -> str | None:
+    models = [request.facts, *([request.teacher] if request.teacher else [])]
+    return next(filter(None, (family_problem(facts, backend) for facts in models)), None)
 
 
 def _against_the_other(request: Request, best: Plan, refusal: Refusal) -> str:

@@ -16,6 +16,7 @@ from rlctl.errors import InputError
 from rlctl.methods.available import method_from_config
 from rlctl.preparation.fitting_models import what_there_is
 from rlctl.preparation.places import require_places
+from rlctl.preparation.start_adapter import with_base
 from rlctl.settings.config import RlctlConfig
 from rlctl.telemetry.loggers import wanted_loggers
 from rlctl.training.method import Method
@@ -43,6 +44,7 @@ def name_run(resolved: Resolved, tell: Tell) -> Named:
     Raises ConfigError for values that rlctl cannot run yet, and InputError for missing backends, files, scorers,
     algorithms and packages. The model is not searched for.
     """
+    resolved = with_base(resolved)
     resolved = resolved.deciding([*_images(resolved.config), *_time(resolved.config)])
     resolved.require_supported()
     config = resolved.config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from rlctl.preparation.laptop_vision import supply_vision
 from rlctl.rewards.reward_model_scorer import reward_model
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import ModelConfig
-from rlctl.settings.other_models import SourceTeacher, TeacherConfig
+from rlctl.settings.other_models import ListedTeacher, TeacherConfig
 
 WHOLE = "; no image tokens are counted. Data with images, or --set model.images=true, trains all of it"
 
@@ -175,24 +175,25 @@ def _more_positions(facts: ModelFacts, model: ModelConfig) -> int | None:
     return positions if positions and positions > facts.max_length else None
 
 
-def published_teacher(config: RlctlConfig, tell: Tell = lambda _: None) -> ModelFacts | None:
-    """Return the `published_facts` of the teacher or the reward model; None: the run has neither."""
+def published_teachers(config: RlctlConfig, tell: Tell = lambda _: None) -> tuple[ModelFacts, ...]:
+    """Return the `published_facts` of each teacher that the run computes, or of the reward model."""
     names = [name.removeprefix(MODEL) for name in config.reward_models]
     if len(names) == 1 and not config.named_teacher and (facts := known_facts(names[0])) is not None:
-        return facts
+        return (facts,)
     if (scorer := open_scorer(config, weights=False)) is not None:
-        return scorer.facts
+        return (scorer.facts,)
     teacher = config.named_teacher
     if teacher is None:
-        return None
+        return ()
 
-    def facts_of(named: TeacherConfig | SourceTeacher) -> ModelFacts:
+    def facts_of(named: TeacherConfig | ListedTeacher) -> ModelFacts:
         return published_facts(ModelConfig(name=named.model, revision=named.revision, images=config.model.images), tell)
 
     first = facts_of(teacher)
-    for number, other in enumerate(config.source_teachers[1:], 1):
-        _require_same_architecture(first, facts_of(other), f"teacher.models[{number}].model", other.model)
-    return first
+    others = {number: facts_of(other) for number, other in [*config.listed_teachers.items()][1:]}
+    for number, facts in others.items():
+        _require_alike_rows(first, facts, f"teacher.models[{number}].model", str(config.listed_teachers[number].model))
+    return (first, *others.values())
 
 
 def open_teacher(
@@ -202,7 +203,7 @@ def open_teacher(
     the teacher's context is shorter than `model.max_length`."""
     if (teacher := config.named_teacher) is None:
         return open_scorer(config, weights=weights)
-    key = "teacher.models[0].model" if config.source_teachers else "teacher.model"
+    key = next((f"teacher.models[{number}].model" for number in config.listed_teachers), "teacher.model")
     return _open_teacher(config, teacher, key, tell, weights=weights, copies=copies)
 
 
@@ -210,28 +211,28 @@ def open_further_teachers(
     config: RlctlConfig, first: NamedModel | None, tell: Tell = lambda _: None, *, weights: bool = True,
     copies: bool = True,
 ) -> tuple[NamedModel, ...]:  # fmt: skip
-    """Find or fetch the teachers behind the first of several. Raises InputError for one of another architecture."""
+    """Find or fetch the teachers behind the first of several. Raises InputError for one with other rows."""
     models = []
-    for number, teacher in enumerate(config.source_teachers[1:], 1):
+    for number, teacher in [*config.listed_teachers.items()][1:]:
         key = f"teacher.models[{number}].model"
         model = _open_teacher(config, teacher, key, tell, weights=weights, copies=copies)
         assert first is not None  # `open_teacher` has opened the first of them
-        _require_same_architecture(first.facts, model.facts, key, teacher.model)
+        _require_alike_rows(first.facts, model.facts, key, str(teacher.model))
         models.append(model)
     return tuple(models)
 
 
-def _require_same_architecture(first: ModelFacts, other: ModelFacts, key: str, name: str) -> None:
-    if different := [item.name for item in fields(first) if getattr(first, item.name) != getattr(other, item.name)]:
+def _require_alike_rows(first: ModelFacts, other: ModelFacts, key: str, name: str) -> None:
+    if first.unpacked != other.unpacked:
+        one, two = ("cannot", "can") if other.unpacked else ("can", "cannot")
         raise InputError(
-            f"{key}: {name} has another architecture than teacher.models[0].model ({', '.join(different)}). "
-            "Teachers take turns in the same processes.",
-            "Name teachers of one architecture.",
+            f"{key}: rows of {name} {one} be packed, and these of the first of teacher.models {two}.",
+            "Name teachers that read alike rows.",
         )
 
 
 def _open_teacher(
-    config: RlctlConfig, teacher: TeacherConfig | SourceTeacher, key: str, tell: Tell, *, weights: bool, copies: bool
+    config: RlctlConfig, teacher: TeacherConfig | ListedTeacher, key: str, tell: Tell, *, weights: bool, copies: bool
 ) -> NamedModel:
     teacher_model = ModelConfig(
         name=teacher.model,
@@ -264,8 +265,9 @@ def open_scorer(config: RlctlConfig, *, weights: bool = True) -> NamedModel | No
             "Score them with a function (--reward path/to/file.py:function), which is given the images.",
         )
     teacher = config.named_teacher
-    if len(names) > 1 or teacher:
-        others = [*names[1:], *([f"the teacher {teacher.model}"] if teacher else [])]
+    served = [f"a teacher at {entry.endpoint}" for entry in config.served_teachers.values()]
+    if len(names) > 1 or teacher or served:
+        others = [*names[1:], *([f"the teacher {teacher.model}"] if teacher else []), *served]
         raise InputError(
             f"The run has the reward model {names[0]!r} and {listed(others)}; beside the policy it computes one model.",
             "Name one of them.",

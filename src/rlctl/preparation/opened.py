@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rlctl.checkpoints.model_files import ModelFiles, Tell
 from rlctl.config.load import Resolved
@@ -19,7 +20,7 @@ from rlctl.preparation.named import CLOCK, TIME
 from rlctl.preparation.open_model import NamedModel, open_further_teachers, open_model, open_teacher
 from rlctl.preparation.planned import Planned
 from rlctl.preparation.step_plan import is_scored
-from rlctl.preparation.teacher_tokens import projection_to, require_same_tokens
+from rlctl.preparation.teacher_tokens import projections_to, require_endpoints, require_owned, require_same_tokens
 from rlctl.rewards.prepare_rewards import mixed_rewards
 from rlctl.rewards.reward_plan import Rewards
 from rlctl.rollouts.dataset import HeldOutTexts
@@ -44,14 +45,19 @@ class Opened(Located):
     """None: the run does not validate."""
     teacher: NamedModel | None = None
     """The teacher or the reward model; None: the run has neither."""
-    projection: Projection | None = None
-    """Map from the policy's tokens to the teacher's; None: they share a tokenizer."""
+    projections: Mapping[int, Projection] = field(default_factory=dict)
+    """Maps from the policy's tokens to those of the teachers that have their own tokenizer, by their numbers."""
     prompt_tokens: tuple[int, ...] = ()
     """Lengths of the run's first prompts."""
     notes: tuple[str, ...] = ()
     """Notes about rows of the data."""
     further_teachers: tuple[NamedModel, ...] = ()
     """The teachers behind the first, `teacher`, of several."""
+
+    @property
+    def teachers(self) -> tuple[NamedModel, ...]:
+        """All teachers that the run computes, or the reward model."""
+        return (self.teacher, *self.further_teachers) if self.teacher is not None else ()
 
 
 def open_run(planned: Planned, tell: Tell, *, copies: bool, completion: str | None) -> Opened:
@@ -70,18 +76,20 @@ def open_run(planned: Planned, tell: Tell, *, copies: bool, completion: str | No
         tell(f"Warning: activations of {model.facts.family} overflow in float16. model.dtype=bfloat16 can hold them.")
     prompts = method.open_data(directory)
     steps_of_epochs(planned.resolved, prompts)
-    if teacher and config.named_teacher and not config.teacher_has_tokenizer:
-        for named, model_name in zip((teacher, *further), _teacher_names(config), strict=True):
-            require_same_tokens(config, prompts.encoder.tokenizer, named, model_name)
+    teachers = dict(zip(config.listed_teachers or (0,), (teacher, *further), strict=True)) if teacher else {}
+    for number, named in teachers.items() if config.named_teacher else ():
+        if number not in config.tokenizer_teachers:
+            require_same_tokens(config, prompts.encoder.tokenizer, named, _teacher_names(config)[number])
+    require_owned(config, prompts)
+    require_endpoints(config, prompts.encoder.tokenizer, model.facts, min(method.teacher_top, model.facts.vocab))
     with bounded_wait():  # the trial of the rewards runs in processes with time limits
         rewards = _tried_rewards(config, method, prompts, completion)
         validation = method.open_validation(prompts, directory)
     if (most := _most_images(config)) is not None:
         prompts.require_images(most)
         require_images(validation.rows if isinstance(validation, ValidationSet) else (), most)
-    projection = None
-    if teacher and config.teacher_has_tokenizer:
-        projection = projection_to(config, prompts, validation, teacher)
+    with_tokenizer = {number: teachers[number] for number in config.tokenizer_teachers}
+    projections = projections_to(config, prompts, validation, with_tokenizer)
     resolved, length = _decided_by_data(planned.resolved, model.facts, method, prompts, rewards)
     prompt_tokens, new = prompts.lengths(), config.turn_tokens
     if validation:
@@ -89,14 +97,14 @@ def open_run(planned: Planned, tell: Tell, *, copies: bool, completion: str | No
     tell_of_little_room(tell, prompt_tokens, new, length)
     return Opened(
         resolved, method, model.facts, planned.teacher_facts, planned.assume, model.files, prompts, rewards,
-        validation, teacher, projection, tuple(prompt_tokens), (*prompts.notes(), *repeated_rows(config, prompts)),
-        further,
+        validation, teacher, projections, tuple(prompt_tokens), (*prompts.notes(), *repeated_rows(config, prompts)),
+        further, held_adapters=planned.held_adapters,
     )  # fmt: skip
 
 
-def _teacher_names(config: RlctlConfig) -> list[str]:
-    named = config.source_teachers or (config.named_teacher,)
-    return [str(teacher.model) for teacher in named if teacher is not None]
+def _teacher_names(config: RlctlConfig) -> dict[int, str]:
+    named = config.listed_teachers or {0: config.named_teacher}
+    return {number: str(teacher.model) for number, teacher in named.items() if teacher is not None}
 
 
 def _decided_by_data(
@@ -125,7 +133,7 @@ def _tried_rewards(
     """Try the rewards of all sources and return them; None: nothing is scored."""
     if not is_scored(method, prompts):
         return None
-    datasets = [(dataset.label, dataset.reward, dataset.prompts) for dataset in prompts.datasets]
+    datasets = [(dataset.label, dataset.reward, dataset.prompts) for dataset in prompts.datasets if dataset.has_scorers]
     opened, time = prompts.encoder.opens_thought, config.model.chat_template_time
     return mixed_rewards(datasets, completion, apart=True, opened=opened, time=time)
 

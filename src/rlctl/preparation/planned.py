@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
 from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
 from rlctl.models.facts import ModelFacts
+from rlctl.models.families import has_file
 from rlctl.planner.from_config import local_gpus
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.planner.result import Plan
@@ -57,19 +59,25 @@ def droppable_layouts(resolved: Resolved, facts: ModelFacts) -> list[list[str]]:
     engines = [key for key in layout if key.startswith("generation.")]
     models = [key for key in layout if key not in engines]
     passed: list[str] = []
-    if facts.listed:  # Megatron-Core's fields do not apply to transformers' modules
+    if not has_file(facts.family):  # Megatron-Core's fields do not apply to transformers' modules
         passed = [key for key in resolved.optional if key.startswith(("megatron.", "ddp."))]
     sides = [keys for keys in (engines, [*models, *passed]) if keys]
     return [*sides, [*layout, *passed]] if len(sides) > 1 else sides
 
 
 def _planned(located: Located, resolved: Resolved) -> Planned:
-    early = _checked_plan(resolved, located.facts, located.method, located.assume, located.teacher_facts)
-    return Planned(resolved, located.method, located.facts, located.teacher_facts, located.assume, early)
+    facts, method, assume, teacher = located.facts, located.method, located.assume, located.teacher_facts
+    early = _checked_plan(resolved, facts, method, assume, teacher, located.held_adapters)
+    return Planned(resolved, method, facts, teacher, assume, early, held_adapters=located.held_adapters)
 
 
 def _checked_plan(
-    resolved: Resolved, facts: ModelFacts, method: Method, assume: str | None, teacher: ModelFacts | None
+    resolved: Resolved,
+    facts: ModelFacts,
+    method: Method,
+    assume: str | None,
+    teachers: Sequence[ModelFacts],
+    held_adapters: int,
 ) -> Plan:
     new, length = resolved.config.turn_tokens, resolved.config.model.max_length
     if length is not None and length > facts.max_length:
@@ -86,7 +94,7 @@ def _checked_plan(
         )
     if isinstance(method, Refuses):
         method.refuse(resolved.config)
-    planned, plan = runnable_plan(resolved, facts, method, assume, teacher=teacher)
+    planned, plan = runnable_plan(resolved, facts, method, assume, teachers=teachers, held_adapters=held_adapters)
     config = planned.config
     if isinstance(method, Refuses):
         method.refuse(config)
@@ -103,8 +111,8 @@ def _checked_plan(
             "Choose refit.in_flight=wait or keep, or give the engines devices: --set generation.colocated=false.",
         )
     planned_policy(config, facts, plan, method)
-    if teacher is not None:
-        planned_teacher(config, facts, teacher, plan, method)
+    if teachers:
+        planned_teacher(config, facts, teachers, plan, method)
     if engines and plan.generation is not None:
         engine_backend(engines.generation.backend).refuse(engines, facts, device_of(plan))
     return plan
@@ -121,13 +129,14 @@ def runnable_plan(
     method: Method,
     assume: str | None = None,
     *,
-    teacher: ModelFacts | None = None,
+    teachers: Sequence[ModelFacts] = (),
+    held_adapters: int = 1,
 ) -> tuple[Resolved, Plan]:
     """Plan, and return the configuration with the plan's values. Raises ConfigError for keys without effect and for
     values that rlctl cannot run yet."""
     refuse_without_effect(resolved, facts)
     require_backends(resolved.config)
-    plan = step_plan(resolved.config, facts, method, None, teacher, assume)
+    plan = step_plan(resolved.config, facts, method, None, teachers, assume, held_adapters=held_adapters)
     refuse_unrunnable(plan)
     return resolved.with_plan(plan), plan
 

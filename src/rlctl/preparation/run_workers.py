@@ -117,7 +117,7 @@ class RunWorkers:
             graphs = self.spec.engines.backend.without_graphs
             options["decode_check"] = DecodeCheck(decode_limit, vocab, length, sampling, graphs, shown)
         if policy.lora.rank and policy.lora.refit in ("delta", "adapters"):
-            way = {"adds": policy.lora.refit == "adapters", "rounding": policy.optimizer.rounding}
+            way = {"adds": policy.lora.adds, "rounding": policy.optimizer.rounding}
             options = {"adapters": self.adapter_senders} | way | options
         options |= {"dtype": policy.dtype, "engines_sleep": engine.sleeps, "engines_discard": engine.discards}
         options["offload"] = engine.sleeps if offload is None else offload
@@ -278,6 +278,14 @@ class Restarts:
                 assert plan is not None  # its scorer was started
                 self._put_in_place(group, self._start.scorer(plan, group.name))
                 group.within(self._spec.limits.start_timeout_s).call(RewardWorker.setup)
+
+    def further_scorers(self, spec: RunWorkersSpec) -> Scorers:
+        """Start the scorers of another run on the same processes."""
+        scorers = self._start.scorers(spec)
+        for scorer in filter(None, scorers):
+            scorer.ready()
+            scorer.within(spec.limits.start_timeout_s).call(RewardWorker.setup)
+        return scorers
 
     def places(self) -> tuple[Bundle, ...]:
         """Return the current bundles of the policy's ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rlctl.models.facts import ModelFacts
@@ -20,19 +21,23 @@ def step_plan(
     facts: ModelFacts,
     method: Method,
     prompts: PromptStream | None,
-    teacher: ModelFacts | None,
+    teachers: Sequence[ModelFacts],
     assume: str | None,
     top: int = 3,
+    held_adapters: int = 1,
 ) -> Plan:
     """Return the plan of a run's steps for the lengths of `prompts` (None: assumed lengths). `rlctl plan`, dry runs and
-    runs all call this function, so that they agree. Raises NoPlanError if nothing fits."""
+    runs all call this function, so that they agree. `held_adapters`: adapters over one base. Raises NoPlanError if
+    nothing fits."""
     lengths = prompts.lengths() if prompts else []
     mean = round(sum(lengths) / len(lengths)) if lengths else None
-    refusal = refusal_of(config, facts, method, teacher)
+    refusal = refusal_of(config, facts, method, teachers)
     workload = method.workload(facts, mean)
     if prompts is not None and facts.vision is not None:
         workload = replace(workload, image_share=prompts.image_share())
-    plan = plan_from_config(config, facts, workload, assume=assume, top=top, teacher=teacher, refusal=refusal)
+    plan = plan_from_config(
+        config, facts, workload, assume=assume, top=top, teachers=teachers, refusal=refusal, held_adapters=held_adapters
+    )
     return plan if is_scored(method, prompts) else replace(plan, seconds=plan.seconds | {Phase.REWARD: 0.0})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from rlctl.backends.base import (
     CriticSpec,
     Device,
     EngineSpec,
+    OwnTeacher,
     PolicySpec,
     Teaching,
     resolve_dtype,
@@ -16,15 +18,16 @@ from rlctl.backends.base import (
 from rlctl.backends.lookup import EngineBackend, PolicyBackend, engine_backend, policy_backend
 from rlctl.backends.messages import Truncation
 from rlctl.errors import ConfigError
-from rlctl.models.facts import ModelFacts
+from rlctl.models.facts import ModelFacts, architectures
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.make_plan import Refusal
 from rlctl.planner.result import Plan
+from rlctl.preparation.exact_numbers import require_exact
 from rlctl.rewards.reward_plan import Rewards
 from rlctl.rollouts.episodes import ONE_TURN, PlaySpec
 from rlctl.settings.config import EngineConfig, RlctlConfig
 from rlctl.settings.run import ClusterConfig
-from rlctl.settings.training import LoraConfig, QuantizationConfig, TrainingConfig
+from rlctl.settings.training import TrainingConfig
 from rlctl.training.capabilities import HasCritic, PacksWholeGroups, ScalarHead
 from rlctl.training.method import Method
 from rlctl.training.running_parts import CriticSettings
@@ -140,24 +143,33 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, method: M
         lora=config.training.lora,
         quantization=config.training.quantization,
         critic=planned_critic(config, method.critic, plan) if isinstance(method, HasCritic) and method.critic else None,
+        own_teacher=_own_teacher(config, method) if method else None,
         valued=isinstance(method, ScalarHead),
         megatron=config.megatron.passed,
         ddp=config.ddp.passed,
+        exact=method is not None and config.checks.computes_exactly,
     )
+    if policy.exact:
+        require_exact(config, policy, plan)
     policy_backend(plan.backend).require(policy)
     return policy
 
 
+def _own_teacher(config: RlctlConfig, method: Method) -> OwnTeacher | None:
+    teacher = config.own_teacher
+    return OwnTeacher(method.teacher_top, teacher.update_every, teacher.update_rate) if teacher else None
+
+
 def refusal_of(
-    config: RlctlConfig, facts: ModelFacts, method: Method | None = None, teacher: ModelFacts | None = None
+    config: RlctlConfig, facts: ModelFacts, method: Method | None = None, teachers: Sequence[ModelFacts] = ()
 ) -> Refusal:
     """Return a function that gives the reason why a plan's backend refuses the configuration, or None."""
 
     def refused(plan: Plan) -> str | None:
         try:
             planned_policy(config, facts, plan, method)
-            if teacher is not None:
-                planned_teacher(config, facts, teacher, plan, method)
+            if teachers:
+                planned_teacher(config, facts, teachers, plan, method)
         except ConfigError as error:
             return error.message
         return None
@@ -178,33 +190,20 @@ def planned_critic(config: RlctlConfig, critic: CriticSettings, plan: Plan) -> C
 
 
 def planned_teacher(
-    config: RlctlConfig, student: ModelFacts, teacher: ModelFacts, plan: Plan, method: Method | None = None
+    config: RlctlConfig, student: ModelFacts, teachers: Sequence[ModelFacts], plan: Plan, method: Method | None = None
 ) -> PolicySpec:
-    """Return the specification of a plan's teacher or reward model. `config` contains the plan's values; `method`
-    determines how many top tokens per position a teacher returns. The settings are the policy's, without adapters,
-    quantization, critic, router replay and passed-through fields."""
+    """Return the specification of a plan's teachers or reward model, with the facts of each. `config` contains the
+    plan's values; `method` determines how many top tokens per position a teacher returns. The settings are the
+    policy's, without adapters, quantization, critic, router replay and passed-through fields."""
     assert plan.teacher is not None  # planned with the policy
-    own_tokenizer, top = (config.teacher_has_tokenizer, method.teacher_top) if method else (False, 0)
-    choice, vocab = plan.teacher.choice, teacher.vocab if own_tokenizer else min(student.vocab, teacher.vocab)
-    spec = replace(
-        planned_policy(config, student, plan, method),
-        facts=teacher,
-        parallel=choice.parallel,
-        threads=choice.threads,
-        recompute="none",
-        optimizer_offload=False,
-        freeze_router=False,
-        router_replay=False,
-        lora=LoraConfig(),
-        quantization=QuantizationConfig(),
-        critic=None,
-        valued=choice.valued,
-        megatron={},
-        ddp={},
-        teaches=Teaching(vocab, min(top, vocab), by_text=own_tokenizer),
-    )
-    policy_backend(plan.backend).require(spec)
-    return spec
+    top = method.teacher_top if method else 0
+    choice, vocab = plan.teacher.choice, min([student.vocab, *(teacher.vocab for teacher in teachers)])
+    policy = planned_policy(config, student, plan, method).teaching(Teaching(vocab, min(top, vocab)))
+    spec = replace(policy, parallel=choice.parallel, threads=choice.threads, valued=choice.valued)
+    first, *others = (replace(spec, facts=facts) for facts in architectures(teachers))
+    for each in (first, *others):
+        policy_backend(plan.backend).require(each)
+    return replace(first, beside=tuple(others), together=plan.teacher.together)
 
 
 def planned_workers(

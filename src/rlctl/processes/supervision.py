@@ -13,6 +13,7 @@ import resource
 import select
 import signal
 import time
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
@@ -32,15 +33,50 @@ def adopt_orphans(on: bool = True) -> None:
     ctypes.CDLL(None).prctl(36, int(on), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 
-def kill_tree(process: psutil.Process, *, root: bool = True) -> bool:
-    """Kill a process (unless `root` is False) and its descendants; return whether there were any."""
-    processes = list[psutil.Process]()
-    with contextlib.suppress(psutil.Error):
-        processes = [*([process] if root else ()), *process.children(recursive=True)]
-    for member in processes:
+def descendants(pid: int, most: int | None = None) -> list[int]:
+    """Return the processes below a process, at most about `most`. Reads only their entries of /proc, where the kernel
+    has them."""
+    if not Path("/proc/thread-self/children").exists():  # without CONFIG_PROC_CHILDREN
         with contextlib.suppress(psutil.Error):
-            member.kill()
-    return bool(processes)
+            return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    found, waiting = [], [pid]
+    while waiting and (most is None or len(found) <= most):
+        children = _children(waiting.pop())
+        found += children
+        waiting += children
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    children = list[int]()
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                children += map(int, file.read().split())
+    return children
+
+
+def kill_tree(pid: int, *, root: bool = True) -> bool:
+    """Kill a process (unless `root` is False) and its descendants; return whether there were any. They are stopped
+    first, so that none starts another meanwhile, and process groups in one call, which a fork bomb does not outrun."""
+    stopped: set[int] = {pid} if root else set()
+    if root:
+        _signal(pid, signal.SIGSTOP)
+    while fresh := set(descendants(pid)) - stopped:
+        for member in fresh:
+            _signal(member, signal.SIGSTOP)
+        stopped |= fresh
+    for member in stopped:
+        _signal(member, signal.SIGKILL)
+    return bool(stopped)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process, and to its group if it leads one."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, number)
+        os.kill(pid, number)
 
 
 def supervise(descriptor: int) -> None:
@@ -85,7 +121,7 @@ def _supervise(child: int, descriptor: int) -> NoReturn:
     while status is None and not stopped and not poll.poll(LOOK_MS):
         status = reap()
     deadline = time.monotonic() + CLEANUP_TIMEOUT_S
-    while kill_tree(psutil.Process(), root=False) and time.monotonic() < deadline:  # also processes started meanwhile
+    while kill_tree(os.getpid(), root=False) and time.monotonic() < deadline:  # also processes started meanwhile
         time.sleep(0.005)
         reap()
     if status is not None and os.WIFSIGNALED(status):

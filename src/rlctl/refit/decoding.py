@@ -96,8 +96,8 @@ class DecodeCheck:
                     f"{index}), but its computation differs: its log-probs of {gap.tokens} tokens are off "
                     f"from the policy's by {gap.mean_abs:.2g} on average, {gap.max_abs:.2g} at most (limit "
                     f"{self.limit:g}).",
-                    f"{cause} The engine refuses to generate. `rlctl refit-test` says "
-                    "more; --set checks.logprob_diff_error=... continues anyway.",
+                    f"{cause} The engine refuses to generate. `rlctl diverge` names "
+                    "the first sub-layer where they part; --set checks.logprob_diff_error=... continues anyway.",
                 )
         return sum(gap.abs_sum for gap in differences) / max(1, sum(gap.tokens for gap in differences))
 

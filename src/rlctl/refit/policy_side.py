@@ -174,7 +174,7 @@ class RefitSender:
         exchanged = 0
         if state.exchange:
             exchanged = state.exchange.bytes
-            state.exchange.finish()
+            state.exchange.finish(forget=self.source.sends_copies)
         return Sent(packing, count + exchanged, exchanging)
 
     def _send_round(self, end: ChannelEnd, index: int) -> float:

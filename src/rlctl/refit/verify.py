@@ -120,7 +120,8 @@ def require_equal(comparison: TensorComparison, version: int, where: str) -> Non
     ]
     raise VerificationError(
         f"Refit to version {version}: of {comparison.tensors} tensors in {where}, {'; '.join(parts)}.",
-        "The engine refuses to generate. `rlctl refit-test` shows how the tensors differ.",
+        "The engine refuses to generate. `rlctl refit-test` shows how the tensors differ, and `rlctl diverge` which "
+        "sub-layer computes something else.",
     )
 
 

@@ -37,7 +37,7 @@ def write_stand_ins(planned: Planned, folder: Path, rehearsal: Rehearsal) -> Sta
         except AbsentError as error:
             path = folder / f"rows_{number}.jsonl"
             generated_rows(
-                path, data, rewards, method.rows, plain=config.teacher_has_tokenizer,
+                path, data, rewards, method.rows, plain=bool(config.tokenizer_teachers),
                 images=plan.facts.vision is not None,
             )  # fmt: skip
             rows.append((name, path))

@@ -21,7 +21,7 @@ from rlctl.jobs.shown_run import about
 from rlctl.preparation.job import Job, prepare_job
 from rlctl.preparation.located import ASSUMED_GPU, Located
 from rlctl.preparation.named import CLOCK, TIME, name_run
-from rlctl.preparation.open_model import published_facts, published_teacher
+from rlctl.preparation.open_model import published_facts, published_teachers
 from rlctl.preparation.planned import Planned, plan_run
 from rlctl.processes.child import call_in_child
 from rlctl.rehearsal.findings import Rehearsal, not_rehearsed, short
@@ -42,8 +42,8 @@ def rehearse(resolved: Resolved, tell: Tell, *, quiet: bool, keep: Path | None =
     result's `error`. `keep`: directory for model, rows, run and export; None: they are removed."""
     started = time.perf_counter()
     named_run = name_run(resolved, tell)
-    facts, teacher = published_facts(named_run.config.model, tell), published_teacher(named_run.config, tell)
-    planned = plan_run(Located(named_run.resolved, named_run.method, facts, teacher, ASSUMED_GPU))
+    facts, teachers = published_facts(named_run.config.model, tell), published_teachers(named_run.config, tell)
+    planned = plan_run(Located(named_run.resolved, named_run.method, facts, teachers, ASSUMED_GPU))
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise InputError(f"--keep {keep}: the directory is not empty.", "Name another.")
     with nullcontext(keep) if keep is not None else temporary_folder("rehearsal", tell) as folder:

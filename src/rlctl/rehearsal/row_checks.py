@@ -91,14 +91,14 @@ def look_at_run(job: Job, run: RunDirectory, config: RlctlConfig, own_stop: str)
     if not any(line.get("grad_norm") for line in lines):
         notices.append("No step had a gradient: nothing that was sampled or read was learned from.")
     if dropped := sum(line.get("dropped_rollouts", 0) for line in lines):
-        notices.append(f"{dropped} rollouts were left out: a reward function failed on them.")
+        notices.append(f"{dropped} rollouts were left out: a reward function or an environment failed on them.")
     if (rollouts := config.rollout_settings) is None:
         return notices
     samples = read_samples(run.path)
     for dataset in job.prompts.datasets:
         rows = [dataset.prompts[index] for index in range(min(SCORED, len(dataset.prompts)))]
-        if job.rewards is not None:
-            notices += _of_rewards(job.rewards.of(dataset.label), rows, samples, dataset.label)
+        if (plan := job.rewards.of(dataset.label) if job.rewards else None) is not None:
+            notices += _of_rewards(plan, rows, samples, dataset.label)
         texts = [sample.get("rendered", "") for sample in samples]
         texts += [turn.text for sample in samples for turn in conversation(sample)]
         texts += [answer_text(row.answer) for row in rows]

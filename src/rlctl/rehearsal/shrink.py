@@ -6,6 +6,7 @@ small. Keys that only GPUs need are dropped. All other keys keep their values an
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +19,14 @@ from rlctl.config.load import DEFAULT, PLANNER, Resolved
 from rlctl.config.parallel import SIZES, ParallelSpec
 from rlctl.config.user_code import MODEL
 from rlctl.data.mixing import source_settings
+from rlctl.models.facts import ModelFacts
+from rlctl.models.families import has_file
 from rlctl.planner.choice import TEACHER_SIZES
 from rlctl.planner.result import Plan
 from rlctl.preparation.worker_specs import training_of
-from rlctl.settings.config import RlctlConfig, RolloutConfig
-from rlctl.settings.rewards import RewardTerm, SourceReward
+from rlctl.settings.config import RlctlConfig
+from rlctl.settings.rewards import EnvironmentConfig, RewardTerm, SourceReward
+from rlctl.weights.adapter_sites import places, sites
 
 STEPS = 2
 PROMPTS, GENERATIONS, NEW_TOKENS = 2, 4, 16
@@ -125,8 +129,9 @@ def small_values(config: RlctlConfig, plan: Plan, stand_ins: StandIns) -> dict[s
         "model.max_length": min(config.model.max_length or plan.facts.max_length, MOST_LENGTH),
     }  # fmt: skip
     if stand_ins.teacher is not None and config.named_teacher:
-        values |= {"teacher.model": str(stand_ins.teacher), "teacher.revision": None}
-        values |= {"teacher.models": ()} if config.source_teachers else {}  # all have one architecture: one stand-in
+        values |= _teachers(config, str(stand_ins.teacher))
+    if config.served_teachers and not config.named_teacher:  # no server has the tiny model's tokens
+        values |= {"teacher.models": (), "teacher.mix": "probabilities", "teacher.field": None, "teacher.policy": True}
     if not stand_ins.keeps_tokenizer:
         values |= {"model.tokenizer": None, "generation.stop_token_ids": ()}
     if config.validation.every:
@@ -142,6 +147,7 @@ def small_values(config: RlctlConfig, plan: Plan, stand_ins: StandIns) -> dict[s
         "batch.optimizer_steps": min(2, config.batch.optimizer_steps),
         **small_layout(plan),
         **_data(config, stand_ins),
+        **adapter_values(config, plan.facts),
     }
     if rollouts:
         values |= {
@@ -153,9 +159,26 @@ def small_values(config: RlctlConfig, plan: Plan, stand_ins: StandIns) -> dict[s
         }
         if rollouts.validation.wanted:
             values["validation.samples"] = min(2, rollouts.validation.samples)
-        if rollouts.environment.wanted:
+        if rollouts.plays:
             values["environment.turns"] = min(TURNS, rollouts.environment.turns)
     return values
+
+
+def _teachers(config: RlctlConfig, stand_in: str) -> dict[str, Any]:
+    """Return the values of teachers, with one stand-in for all. Each of several has all rows: generated rows may lack
+    the sources and fields that divide them."""
+    one = {"teacher.model": stand_in, "teacher.revision": None}
+    if not (listed := config.listed_teachers) or config.teacher_section is None:
+        return one
+    own, mix = config.tokenizer_teachers, config.teacher_section.mix
+    if len(listed) == 1:
+        single = {"teacher.own_tokenizer": True} if own else {}
+        return {**one, **single, "teacher.models": (), "teacher.mix": "probabilities", "teacher.field": None}
+    models = [
+        {"model": stand_in, "weight": entry.weight, **({"own_tokenizer": True} if number in own else {})}
+        for number, entry in listed.items()
+    ]
+    return {"teacher.models": models, "teacher.mix": "divergences" if own else mix, "teacher.field": None}
 
 
 def _data(config: RlctlConfig, stand_ins: StandIns) -> dict[str, Any]:
@@ -169,8 +192,13 @@ def _data(config: RlctlConfig, stand_ins: StandIns) -> dict[str, Any]:
                 **source.model_dump(mode="json"),
                 "name": stand_ins.data(source.name),
                 **(
-                    {"reward": _with_variation(rollouts, source_values.reward, stand_ins)}
-                    if source.reward and rollouts
+                    {"reward": _with_variation(source_values.environment, source_values.reward, stand_ins)}
+                    if rollouts and (source.reward or source_values.environment.name)
+                    else {}
+                ),
+                **(
+                    {"environment": {**source.model_dump(mode="json")["environment"], "turns": turns}}
+                    if source.environment and (turns := min(TURNS, source_values.environment.turns))
                     else {}
                 ),
             }
@@ -183,7 +211,7 @@ def _data(config: RlctlConfig, stand_ins: StandIns) -> dict[str, Any]:
         values |= {"validation.data.name": stand_ins.data(name), "validation.data.params": {}}
     if rollouts and rollouts.learns_from_rewards:
         reward, validation = rollouts.reward, rollouts.validation
-        values["reward.terms"] = _with_variation(rollouts, reward, stand_ins)["terms"]
+        values["reward.terms"] = _with_variation(rollouts.environment, reward, stand_ins)["terms"]
         if validation.wanted and not validation.reward and reward.terms:
             values["validation.reward"] = _played(reward.terms, stand_ins)
         elif validation.reward:
@@ -196,12 +224,31 @@ def _played(terms: Sequence[RewardTerm], stand_ins: StandIns) -> list[dict[str, 
     return [term.model_dump() | (tiny if term.name.startswith(MODEL) else {}) for term in terms]
 
 
-def _with_variation(config: RolloutConfig, reward: SourceReward, stand_ins: StandIns) -> dict[str, Any]:
+def _with_variation(environment: EnvironmentConfig, reward: SourceReward, stand_ins: StandIns) -> dict[str, Any]:
     """Return a reward with the varying scorer added. Without reward terms, the task's reward is the other term, unless
     an environment gives the rewards."""
     played = _played(reward.terms, stand_ins)
-    terms = played or ([] if config.environment.name else [{"name": "task"}])
+    terms = played or ([] if environment.name else [{"name": "task"}])
     return {"terms": [*terms, {"name": f"{stand_ins.scorer}:varies"}], "extract": reward.extract}
+
+
+def adapter_values(config: RlctlConfig, facts: ModelFacts) -> dict[str, Any]:
+    """Return targets of adapters that a model with fewer layers has: ends of names in place of numbered layers, and no
+    adapter to start from."""
+    lora = config.training.lora
+    names = (lora.targets, lora.exclude, [*lora.rank_pattern], [*lora.alpha_pattern])
+    numbered = any(re.search(r"\d", name) for each in names for name in ([each] if isinstance(each, str) else each))
+    if not lora.rank or not (numbered or lora.adapter) or not (facts.listed or has_file(facts.family)):
+        return {}
+    adapted = [site.place for site in sites(facts, lora).all]
+    without = any(place.is_expert for place in places(facts)) and not any(place.is_expert for place in adapted)
+    return {
+        "training.lora.adapter": None,
+        "training.lora.targets": tuple(sorted({place.module.rpartition(".")[2] for place in adapted})),
+        "training.lora.exclude": ("*.experts.*",) if without else (),
+        "training.lora.rank_pattern": {},
+        "training.lora.alpha_pattern": {},
+    }
 
 
 def small_layout(plan: Plan) -> dict[str, Any]:

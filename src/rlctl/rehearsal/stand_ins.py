@@ -27,6 +27,7 @@ from rlctl.processes.child import call_in_child
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import DataConfig, ModelConfig
 from rlctl.settings.rewards import RewardConfig
+from rlctl.tiny_models.of_transformers import variant_of, write_tiny_class
 from rlctl.tiny_models.text import VOCAB_SIZE, tiny_config, write_tiny_model, write_tokenizer
 from rlctl.tiny_models.vision import square, write_vision_model
 
@@ -41,16 +42,16 @@ def write_model(
     one if the run's is unavailable. Return the tokenizer and the reason for a generated one (None: it is the run's).
     `scores`: write a reward model.
 
-    Raises InputError for a family whose models rlctl cannot make.
+    Raises InputError for a reward model of a family without a file.
     """
     facts = facts or plan.facts
     if facts.vision is not None:
         call_in_child("making a tiny model", partial(write_vision_model, directory, facts.vision.kind), quiet=True)
         return load_tokenizer(directory, ModelConfig()), "a generated one, with a processor for small images"
-    if not has_file(facts.family):
+    of_class = "" if has_file(facts.family) else variant_of(facts)
+    if scores and of_class:
         raise InputError(
-            f"A tiny {facts.family} cannot be made for a rehearsal: rlctl and installed packages have no file of this "
-            "family.",
+            f"A tiny reward model of {facts.family} cannot be made for a rehearsal: rlctl has no file of this family.",
             "`rlctl train --dry-run` checks the configuration without starting anything.",
         )
     directory.mkdir(parents=True)
@@ -58,7 +59,15 @@ def write_model(
     stages = plan.training.parallel.pp > 1 and plan.training.parallel.vpp > 1 if plan.training else False
     # The embedding may have more rows than the tokenizer has tokens; a multiple of 8 divides over the tensor ranks.
     vocab = -(-max(facts.vocab, len(tokenizer)) // 8) * 8 if tokenizer is not None else VOCAB_SIZE
-    write_tiny_model(directory, tiny_config(facts, layers=4 if stages else 2, vocab=vocab), scores=scores)
+    if of_class:
+        sizes = {
+            "vocab": vocab,
+            "max_position_embeddings": facts.max_length,
+            "tie_word_embeddings": facts.tied_embeddings,
+        }
+        call_in_child("making a tiny model", partial(write_tiny_class, directory, of_class, **sizes), quiet=True)
+    else:
+        write_tiny_model(directory, tiny_config(facts, layers=4 if stages else 2, vocab=vocab), scores=scores)
     if tokenizer is None:
         write_tokenizer(directory)
         return load_tokenizer(directory, ModelConfig()), reason

@@ -18,6 +18,7 @@ from markupsafe import Markup
 from rlctl.config.files import replace_file
 from rlctl.report.charts import COLORS, Series, bar_chart, line_chart, number
 from rlctl.report.reported_run import Arm, Forecast, ReportedRun, alike, arms, differences, unlike
+from rlctl.runs.request_tree import request_tree
 from rlctl.telemetry.conversation import as_text, conversation
 from rlctl.telemetry.headline import VALIDATION, MetricChange
 from rlctl.telemetry.phases import Phase
@@ -26,6 +27,8 @@ WORDS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("words
 MAIN, TILES, TITLES, UNITS = (WORDS[kind] for kind in ("main", "tiles", "titles", "units"))
 NO_SCORE = ("_stderr", "/response_tokens_mean", "/truncated_fraction", "/scorer_failures", "/dropped_rollouts")
 """Suffixes of metric names that are no scores."""
+OF_SOURCE = "sources/"
+"""Beginning of the names of a source's metrics; the source and the metric follow."""
 ELSEWHERE = ("step", "seconds/", "refit_seconds/")
 """Values that no curve shows; the bars show seconds."""
 LONGEST_TEXT = 1500
@@ -216,7 +219,14 @@ def _merged(arms: Sequence[Arm], names: Iterable[str], titles: dict[str, str]) -
 
 
 def _title(name: str, titles: Mapping[str, str]) -> str:
-    return titles.get(name) or name.replace("_", " ").replace("/", ": ")
+    if name in titles:
+        return titles[name]
+    before, is_of_source, rest = name.partition(OF_SOURCE)
+    of_source = ""
+    if is_of_source and before in ("", VALIDATION, "episode_seconds/"):  # a source's name may be a path
+        source, _, metric = rest.rpartition("/")
+        name, of_source = f"{before}{metric}", f" of {source.rpartition('/')[2]}"
+    return name.replace("_", " ").replace("/", ": ") + of_source
 
 
 def _panels(arms: Sequence[Arm], names: Iterable[str], titles: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -280,6 +290,8 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     outcome += [f"answer {as_text(row['answer'])}"] if row.get("answer") is not None else []
     outcome += [f"cut off ({row.get('stop_reason', 'length')})"] if row.get("truncated") else []
     messages = [*(("said", *message) for message in context), ("completion", *completion)]
+    if tree := request_tree(row):
+        messages.insert(0, ("said", "requests", "\n".join(tree)))
     rendered = row.get("rendered")
     return {
         "messages": [(kind, role, _cut(text)) for kind, role, text in messages],

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlctl.errors import InputError
 from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase
@@ -79,7 +80,8 @@ MEMORY_SUSPECTS = {
 def compare_memory(run: Path) -> list[PlannedAndMeasured]:
     """Policy and engine; a run that was killed, or is older than this file, has no measurement: no rows.
 
-    On a CPU resident memory of a process is compared, on a GPU what torch reserved there.
+    On a CPU resident memory of a process is compared, without more pages of library files than the plan counts, on a
+    GPU what torch reserved there.
     """
     path, plan = run / "memory.json", recorded_plan(run)
     if not path.exists():
@@ -87,7 +89,8 @@ def compare_memory(run: Path) -> list[PlannedAndMeasured]:
     measured, cpu = json.loads(path.read_text(encoding="utf-8")), plan["cluster"]["gpu"] == "cpu"
     rows = []
     for process, phases in (("policy", ("training", "logprobs", "saving")), ("engine", ("generation",))):
-        seen = max((rank.get("host" if cpu else "device", 0) for rank in measured.get(process, ())), default=0) / GIB
+        ranks = measured.get(process, ())
+        seen = max((_on_cpu(rank, process) if cpu else rank.get("device", 0) for rank in ranks), default=0) / GIB
         parts = [plan["memory_gib"].get(phase, {}).items() for phase in phases]
         left_out = ("total",) if cpu else ELSEWHERE
         expected = max(sum(value for name, value in memory_parts if name not in left_out) for memory_parts in parts)
@@ -95,6 +98,12 @@ def compare_memory(run: Path) -> list[PlannedAndMeasured]:
             off = abs(expected - seen) > TOLERANCE * seen
             rows.append(PlannedAndMeasured(process, expected, seen, MEMORY_SUSPECTS[process] if off else None))
     return rows
+
+
+def _on_cpu(rank: dict[str, int], process: str) -> float:
+    """Return the bytes of a process that its plan predicts."""
+    surplus = max(0.0, rank.get("files", 0) - DEFAULTS.cpu_library_bytes) if process == "policy" else 0.0
+    return rank.get("host", 0) - surplus
 
 
 def comparison_text(rows: list[PlannedAndMeasured], title: str, unit: str) -> str:

@@ -104,12 +104,13 @@ def mixed_rewards(
     opened: bool = False,
     time: str | None = None,
 ) -> Rewards:
-    """Return the plan of one dataset, or the plans of several by label. Arguments as for `prepare_rewards`."""
+    """Return the plan of the only dataset, which has no label, or the plans of several by label. Arguments as for
+    `prepare_rewards`."""
     plans = {
         label: prepare_rewards(reward, dataset, completion, apart=apart, opened=opened, time=time)
         for label, reward, dataset in datasets
     }
-    return MixedRewards(plans) if len(plans) > 1 else next(iter(plans.values()))
+    return plans[""] if "" in plans else MixedRewards(plans)
 
 
 def any_reward(datasets: Iterable[tuple[str, RewardConfig, PromptDataset]]) -> bool:

@@ -153,6 +153,7 @@ class MixedRewards:
     """The rewards of a run with several prompt datasets, by dataset label."""
 
     plans: dict[str, RewardPlan]
+    """Without the datasets whose environments give all rewards."""
 
     @property
     def scorers(self) -> tuple[str, ...]:
@@ -162,8 +163,8 @@ class MixedRewards:
     def compares(self) -> bool:
         return any(plan.compares for plan in self.plans.values())
 
-    def of(self, source: str) -> RewardPlan:
-        return self.plans[source]
+    def of(self, source: str) -> RewardPlan | None:
+        return self.plans.get(source)
 
     def describe(self) -> list[str]:
         return [f"{label}: {line}" for label, plan in self.plans.items() for line in plan.describe()]

@@ -116,9 +116,9 @@ class RewardWorker:
 
     def score(
         self, requests: Sequence[ScoreRequest], references: Sequence[Sequence[float | str]] | None = None
-    ) -> list[GroupScores]:
-        """Return scores by group in the order of `requests`; errors as in `ScoringProcess.score`. `given`: the reward
-        model's values, or why a text is unreadable."""
+    ) -> list[GroupScores | None]:
+        """Return scores by group in the order of `requests`; None: only its environment gives rewards. Errors as in
+        `ScoringProcess.score`. `references`: the reward model's values, or why a text is unreadable."""
         results: dict[int, GroupScores] = {}
 
         def score_dataset(dataset: str, plan: RewardPlan) -> None:
@@ -142,7 +142,7 @@ class RewardWorker:
                 results[i] = self._group_scores(plan, requests[i], group, in_order)
 
         at_once([partial(score_dataset, dataset, plan) for dataset, plan in self._plans.items()])
-        return [results[i] for i in range(len(requests))]
+        return [results.get(i) for i in range(len(requests))]
 
     def _rows(self, request: ScoreRequest, rollouts: int) -> list[PromptRow]:
         if request.turns is None:

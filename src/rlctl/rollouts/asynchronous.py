@@ -145,7 +145,7 @@ class AsynchronousSource:
         """Return the metrics of a batch's failing rewards. Where they end the run, a checkpoint asks for all groups
         with a failure again."""
         try:
-            return self._groups.lost(groups)
+            return self._groups.lost(groups, self._ledger)
         except InputError:
             again = [position for position, group in self._finished.items() if group.dropped]
             self._finished = {position: group for position, group in self._finished.items() if not group.dropped}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from rlctl.data.control_tokens import trimmed
 from rlctl.data.cross_tokens import chunks, read_text
 from rlctl.data.holdout import open_validation
 from rlctl.data.prompt_rows import PromptDataset, PromptRow
-from rlctl.data.rollouts import CHUNK, RolloutColumns
+from rlctl.data.rollouts import RolloutColumns, chunk_column
 from rlctl.data.texts import (
     REFERENCE,
     REFERENCE_FIELDS,
@@ -72,8 +73,9 @@ class TextGroup:
     texts: tuple[TextLengths, ...]
     columns: object
     """Handle of the texts' token columns (`RolloutColumns`) in the object store."""
-    for_teacher: TextLengths | None = None
-    """The text in the teacher's tokenization, the sample of `columns` after `texts`; None: the policy's tokens."""
+    for_teachers: Mapping[int, TextLengths] = field(default_factory=dict)
+    """The text in the tokenization of each teacher that has its own, by the teacher's number: the samples of `columns`
+    after `texts`."""
 
     @property
     def sequences(self) -> tuple[TextLengths, ...]:
@@ -94,8 +96,10 @@ class TextStream(PromptStream):
     kind = "text"
     scored = False
     """Whether a reward model is trained, which has a score of each text."""
-    teacher: PreTrainedTokenizerBase | None = None
-    """A teacher's own tokenizer; None: the policy's, or no teacher."""
+    teachers: Mapping[int, PreTrainedTokenizerBase] = MappingProxyType({})
+    """The tokenizers of teachers that have their own, by the teachers' numbers."""
+    taught_by: Callable[[PromptRow], Collection[int]] = staticmethod(lambda row: ())
+    """Returns the numbers of a row's teachers."""
     reference: ReferenceLogps | None = None
     """Precomputed reference log-probs; None: the reference is in memory, or none."""
     precomputes: bool = False
@@ -104,11 +108,13 @@ class TextStream(PromptStream):
     """With labels, further datasets with completions of other prompts."""
 
     @property
-    def used(self) -> list[PromptRow]:
+    def used(self) -> Iterator[PromptRow]:
         """The rows that the run will use; where some are dropped, all rows, since others come in their place."""
-        if any(dataset.data.too_long == "drop" for dataset in self.datasets):
-            return [self._row(dataset, place) for dataset in self.datasets for place in range(len(dataset.prompts))]
-        return [*self._first(self.planned)]
+        drops = any(dataset.data.too_long == "drop" for dataset in self.datasets)
+        return self._every_row() if drops else self._first(self.planned, every=True)
+
+    def _every_row(self) -> Iterator[PromptRow]:
+        return (self._row(dataset, place) for dataset in self.datasets for place in range(len(dataset.prompts)))
 
     def require_fit(self) -> None:
         for row in self._first(self.planned):
@@ -117,18 +123,17 @@ class TextStream(PromptStream):
         if self.rows.numbers or self.precomputes:
             for row in self.used:
                 self.require_numbers(row)
-        rows = (self._row(dataset, place) for dataset in self.datasets for place in range(len(dataset.prompts)))
-        if not any(self.texts(row) for row in rows):
+        if not any(self.texts(row) for row in self._every_row()):
             raise InputError("Every text is longer than --max-length.", "Raise it, or name other texts.")
 
     def texts(self, row: PromptRow) -> tuple[TrainedText, ...]:
         """Return a row's training texts; empty if too long with `data.too_long=drop`."""
         dataset = self._named[row.source]
-        if self.teacher is not None and row.answer != ():
+        if row.answer != () and self.own_teachers(row):
             raise InputError(
                 f"{row.where}: a teacher with its own tokenizer would read another text, because chat "
                 "templates differ.",
-                "Give rows with only `text`, or leave teacher.own_tokenizer out.",
+                "Give rows with only `text`, or leave own_tokenizer of their teachers out.",
             )
         other = self._other(dataset, row) if self.rows.needs_another else None
         trained = self.rows.texts(row, other, dataset.encoder, dataset.data, self.scored)
@@ -195,17 +200,31 @@ class TextStream(PromptStream):
             columns_T[REFERENCE] = self._reference_column(row, texts)
         return columns_T
 
-    def for_teacher(self, row: PromptRow, texts: Sequence[TrainedText]) -> tuple[TrainedText, np.ndarray]:
-        """Return a row's text in the teacher's tokenization up to the limit, and the column [T] of chunks."""
-        assert self.teacher is not None
+    def own_teachers(self, row: PromptRow) -> list[int]:
+        """Return the numbers of the row's teachers that have their own tokenizer."""
+        return sorted(self.teachers.keys() & {*self.taught_by(row)}) if self.teachers else []
+
+    def for_teachers(
+        self, row: PromptRow, texts: Sequence[TrainedText]
+    ) -> tuple[dict[int, TrainedText], dict[str, np.ndarray]]:
+        """Return a row's text in the tokenization of each teacher that has its own, up to the limit; and the columns
+        [T] of chunks over `texts` and these."""
+        found: dict[int, TrainedText] = {}
+        of_chunks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         tokenizer = self._named[row.source].encoder.tokenizer
         text, ours = trimmed(tokenizer, str(row.prompt)), len(texts[0].tokens_T)
-        _, *token_texts = read_text(tokenizer, text)
-        tokens, *theirs = read_text(self.teacher, text)
-        own_T, their_T = chunks((token_texts[0], token_texts[1]), (theirs[0], theirs[1]))
-        tokens_T, their_T = np.array(tokens, np.int32)[: self.limit], their_T[: self.limit]
-        chunk_T = np.concatenate([own_T[:ours], their_T]).astype(np.float32)
-        return TrainedText(tokens_T, np.arange(len(tokens_T)) > 0), chunk_T
+        for number in self.own_teachers(row):
+            _, *token_texts = read_text(tokenizer, text)
+            tokens, *theirs = read_text(self.teachers[number], text)
+            own_T, their_T = chunks((token_texts[0], token_texts[1]), (theirs[0], theirs[1]))
+            tokens_T = np.array(tokens, np.int32)[: self.limit]
+            found[number] = TrainedText(tokens_T, np.arange(len(tokens_T)) > 0)
+            of_chunks[number] = own_T[:ours], their_T[: self.limit]
+        columns_T: dict[str, np.ndarray] = {}
+        for number, (own_T, their_T) in of_chunks.items():
+            beside = {other: np.full(len(each.tokens_T), -1) for other, each in found.items()} | {number: their_T}
+            columns_T[chunk_column(number)] = np.concatenate([own_T, *beside.values()]).astype(np.float32)
+        return found, columns_T
 
     def brings_reference(self, row: PromptRow) -> bool:
         """Return whether a row has reference log-probs. Raises InputError unless they are two finite numbers."""
@@ -365,12 +384,12 @@ def groups_of(stream: TextStream, rows: Mapping[int, PromptRow]) -> tuple[TextGr
     for position, row in rows.items():
         if not (texts := stream.texts(row)):
             continue
-        if stream.teacher is None:
+        if not stream.teachers:
             groups.append(group_of(position, row, texts, put(columns_of(texts, stream.further_columns(row, texts)))))
         else:
-            other, chunk_T = stream.for_teacher(row, texts)
-            columns = put(columns_of((*texts, other), {CHUNK: chunk_T}))
-            groups.append(group_of(position, row, texts, columns, other))
+            others, columns_T = stream.for_teachers(row, texts)
+            columns = put(columns_of((*texts, *others.values()), columns_T))
+            groups.append(group_of(position, row, texts, columns, others))
     return tuple(groups)
 
 
@@ -384,11 +403,16 @@ def reference_key(row: PromptRow) -> str:
 
 
 def group_of(
-    position: int, row: PromptRow, texts: Sequence[TrainedText], columns: object, for_teacher: TrainedText | None = None
+    position: int,
+    row: PromptRow,
+    texts: Sequence[TrainedText],
+    columns: object,
+    for_teachers: Mapping[int, TrainedText] = MappingProxyType({}),
 ) -> TextGroup:
     """Return a row's group of texts, whose token columns `columns` holds."""
     lengths = tuple(TextLengths.of(text) for text in texts)
-    return TextGroup(position, row, lengths, columns, TextLengths.of(for_teacher) if for_teacher else None)
+    of_teachers = {number: TextLengths.of(text) for number, text in for_teachers.items()}
+    return TextGroup(position, row, lengths, columns, of_teachers)
 
 
 def columns_of(texts: Sequence[TrainedText], extra_T: Mapping[str, np.ndarray] | None = None) -> RolloutColumns:

@@ -15,16 +15,17 @@ from os.path import commonprefix
 from typing import Any
 
 from rlctl.backends.messages import GroupRequest
-from rlctl.data.chat import EncodedPrompt, PromptEncoder
+from rlctl.data.chat import CALLS, EncodedPrompt, PromptEncoder
 from rlctl.data.image_sources import IMAGES
 from rlctl.data.prompt_rows import TOOLS, PromptRow
-from rlctl.data.rollouts import LENGTH, MediaPart, Turn
+from rlctl.data.rollouts import LENGTH, EpisodeFailure, MediaPart, Turn
 from rlctl.data.turns import TurnEncoder, with_tools
+from rlctl.data.written_messages import arguments_of
 from rlctl.environments.environment_plan import EnvironmentPlan, plan_environment
 from rlctl.environments.interface import Ask, Message, is_cut
 from rlctl.environments.process import EnvironmentHost, EpisodeFailedError, Session
 from rlctl.environments.running_episode import Reply, RunningEpisode, checked_ask, readable_calls
-from rlctl.environments.tools import INSTRUCTIONS, format_of, listed, without_call
+from rlctl.environments.tools import CALL, INSTRUCTIONS, format_of, listed, without_call
 from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rollouts.episodes import Episode, one_turn
 from rlctl.rollouts.gateway_episodes import FirstQuestion, ModelTurns, turns_of
@@ -58,11 +59,15 @@ class EnvironmentEpisodes:
     """A tool call in the template's form; empty: no tools, or an unknown form."""
 
     @classmethod
-    def open(cls, config: RolloutConfig, encoder: PromptEncoder, row: PromptRow) -> EnvironmentEpisodes | None:
-        """Play a trial episode on a row; None without an environment. Raises InputError if it fails."""
-        if not config.environment.wanted:
+    def open(
+        cls, config: RolloutConfig, encoder: PromptEncoder, row: PromptRow, limits: EnvironmentConfig | None = None
+    ) -> EnvironmentEpisodes | None:
+        """Play a trial episode on a row; None without an environment. `limits`: the settings of the row's source.
+        Raises InputError if it fails."""
+        limits = limits or config.environment
+        if not limits.wanted:
             return None
-        plan, limits = plan_environment(config.environment), config.environment
+        plan = plan_environment(limits)
         host = EnvironmentHost(plan)
         host.start()
         try:
@@ -131,6 +136,10 @@ class EnvironmentEpisodes:
                 "Give a template that shows tools with --chat-template, or describe them in the data's system message.",
             )
 
+    def within(self, max_length: int) -> EnvironmentEpisodes:
+        """Return the settings for episodes of at most `max_length` tokens."""
+        return replace(self, max_length=max_length)
+
     def showing_tools(self, encoder: PromptEncoder) -> PromptEncoder:
         """Return an encoder of prompts that shows the tools of the run."""
         return showing(encoder, list(self.plan.schemas.values()))[0]
@@ -179,9 +188,11 @@ class EnvironmentEpisodes:
         return list(self.opened(row, encoder).tokens)
 
     def in_known_roles(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages with tool results in the role that the template has for them."""
+        """Return messages with calls and tool results as the template writes them: calls as text if it has no form."""
         result: list[Message] = []
         for message in messages:
+            if message.get(CALLS) and not self.turns.encoder.call_form.written:
+                message = with_calls_as_text(message)
             last = result[-1] if result else None
             if message["role"] != "tool" or self.turns.tool_role == "tool":
                 result.append(message)
@@ -231,7 +242,7 @@ class EpisodePlayer:
         if episode.request.row is None:
             await one_turn(episode)
             return
-        limits, failure = self._play.limits, "it had no turn"
+        limits, failure, reason = self._play.limits, "it had no turn", "raised"
         for attempt in range(limits.retries + 1):
             if attempt:
                 await asyncio.sleep(PAUSE_S)
@@ -241,20 +252,25 @@ class EpisodePlayer:
                 await asyncio.wait_for(self._played(episode, session), limits.timeout_s)
                 return
             except EpisodeFailedError as error:
-                failure = str(error)
+                failure, reason = str(error), error.reason
             except InputError as error:  # the chat template cannot write the environment's messages
-                failure = error.message.removesuffix(".")
+                failure, reason = error.message.removesuffix("."), "template"
             except WaitTimeoutError:  # of the engine, not of this episode
                 raise
             except TimeoutError:
                 if episode.answers:  # keep the finished turns
                     episode.stop_reason = "episode_timeout"
                     return
-                failure = f"the episode took longer than environment.timeout_s = {limits.timeout_s:g} s"
+                failure, reason = (
+                    f"the episode took longer than environment.timeout_s = {limits.timeout_s:g} s",
+                    "timeout",
+                )
             finally:
                 session.close()
         episode.stop_reason = "environment"
-        episode.failure = f"Environment {self._play.plan.label}: {failure} ({episode.row.where})."
+        label = self._play.plan.label
+        message = f"Environment {label}: {failure} ({episode.row.where})."
+        episode.failure = EpisodeFailure(reason, f"Environment {label}: {failure}", message)
 
     async def _played(self, episode: Episode, session: Session) -> None:
         play, limits = self._play, self._limits
@@ -269,7 +285,7 @@ class EpisodePlayer:
         if reply.ask is not None and reply.ask.tokens:
             play.turns.encoder.require_no_image(ids, episode.row.where)
         if len(ids) >= play.max_length:
-            raise EpisodeFailedError(f"the prompt has {len(ids)} tokens of at most {play.max_length}")
+            raise EpisodeFailedError(f"the prompt has {len(ids)} tokens of at most {play.max_length}", "prompt")
         episode.read(ids, prompt.media)
         episode.transcript += turns_of(messages, len(ids))
         story = _Story(ids)
@@ -299,7 +315,7 @@ class EpisodePlayer:
         try:
             while not (await asyncio.wait([run], timeout=min(PAUSE_S, limits.turn_timeout_s)))[0]:
                 if turns.idle_s() > limits.turn_timeout_s:
-                    raise EpisodeFailedError(f"run asked nothing for {limits.turn_timeout_s:g} s")
+                    raise EpisodeFailedError(f"run asked nothing for {limits.turn_timeout_s:g} s", "timeout")
             reply = run.result()
         except EpisodeFailedError:
             if turns.refusal is None:
@@ -310,7 +326,7 @@ class EpisodePlayer:
             self._gateway.end(address)
             await turns.close()
         if not episode.answers:
-            raise EpisodeFailedError("its program asked the model nothing")
+            raise EpisodeFailedError("its program asked the model nothing", "program")
         reason = LENGTH if episode.answers[-1][1].stop_reason == LENGTH else "done"
         episode.stop_reason = episode.stop_reason or turns.refusal or reason
         episode.rewarded(reply.reward)
@@ -338,7 +354,7 @@ class EpisodePlayer:
                 without = turns.without_thoughts(story.prompt, story.turns)
                 anew = without != [*context, *tokens]
                 if anew and (episode.media or media):
-                    raise EpisodeFailedError("environment.thinking=template does not go with images")
+                    raise EpisodeFailedError("environment.thinking=template does not go with images", "template")
                 tokens = without if anew else tokens
         else:
             prompt, messages = self._play.beginning((), reply, episode.row)
@@ -467,7 +483,7 @@ def written_call(encoder: PromptEncoder, schema: Mapping[str, Any], *, knows: bo
     names = parameters.get("required") or parameters.get("properties", {})
     called = {"name": function["name"], "arguments": dict.fromkeys(names, "...")}
     if not knows:
-        return f"<tool_call>\n{json.dumps(called)}\n</tool_call>"
+        return CALL.format(json.dumps(called))
     user = {"role": "user", "content": "?"}
     call = {"id": "call00000", "type": "function", "function": called}
     with contextlib.suppress(InputError):
@@ -477,6 +493,14 @@ def written_call(encoder: PromptEncoder, schema: Mapping[str, Any], *, knows: bo
             text = text.removesuffix(str(end)).rstrip()
         return text if function["name"] in text else ""
     return ""
+
+
+def with_calls_as_text(message: Message) -> Message:
+    """Return a message with its calls in the form of the system prompt, for a template that writes none."""
+    calls = [{"name": call["function"]["name"], "arguments": arguments_of(call["function"])} for call in message[CALLS]]
+    texts = [message["content"], *(CALL.format(json.dumps(call)) for call in calls)]
+    rest = {name: value for name, value in message.items() if name != CALLS}
+    return {**rest, "content": "\n".join(filter(None, texts))}
 
 
 def episode_seed(run_seed: int, position: int) -> int:

@@ -38,6 +38,7 @@ from rlctl.data.rollouts import (
     TURN,
     TURN_REWARD,
     EpisodeFacts,
+    EpisodeFailure,
     MediaPart,
     RolloutColumns,
     Turn,
@@ -61,6 +62,12 @@ class Episode:
         self.request, self.sampling = request, sampling
         self.ended = False
         """Whether it has ended, with or without a failure."""
+        self.seconds = 0.0
+        """Time from its first beginning to its end."""
+        self.model_s = 0.0
+        """Part of it in which the engine continued the tokens."""
+        self._continues, self._since = 0, time.monotonic()
+        """Continuations in progress, and the time of the last look."""
         self.begin()
 
     def begin(self) -> None:
@@ -83,7 +90,7 @@ class Episode:
         self.transcript: list[Turn] = []
         self.stop_reason: str | None = None
         """None: the last answer's stop reason."""
-        self.failure: str | None = None
+        self.failure: EpisodeFailure | None = None
         """The environment's error, if it failed."""
 
     @property
@@ -146,7 +153,23 @@ class Episode:
     ) -> SampleResult:
         seed = self._seed if turn == 0 else sample_seed(self._seed, turn)
         sampling = replace(self.sampling, **changes)
-        return await self._runner.sampled(SampleRequest(key, tuple(tokens), seed, sampling, tuple(media)))
+        self._look()
+        self._continues += 1
+        try:
+            return await self._runner.sampled(SampleRequest(key, tuple(tokens), seed, sampling, tuple(media)))
+        finally:
+            self._look()
+            self._continues -= 1
+
+    def end(self) -> None:
+        self._look()
+        self.ended = True
+
+    def _look(self) -> None:
+        """Count the time since the last look."""
+        passed, self._since = time.monotonic() - self._since, time.monotonic()
+        self.seconds += passed
+        self.model_s += passed * (self._continues > 0)
 
 
 Play = Callable[[Episode], Awaitable[None]]
@@ -299,7 +322,7 @@ class EpisodeRunner:
             try:
                 await self._play(episode)
             finally:
-                episode.ended = True
+                episode.end()
                 self._over += 1
                 report(self._over, self._begun)
                 if self._over == self._begun:
@@ -409,7 +432,18 @@ def result_of(request: GroupRequest, episodes: Sequence[Episode], version: int) 
 
 def _facts(episode: Episode) -> EpisodeFacts:
     longest = max((len(answer.tokens_R) for _, answer in episode.answers), default=0)
-    return EpisodeFacts(len(episode.answers), episode.counts, episode.failure, tuple(episode.starts[1:]), longest)
+    failure = episode.failure
+    return EpisodeFacts(
+        turns=len(episode.answers),
+        counts=episode.counts,
+        failure=failure and failure.message,
+        contexts=tuple(episode.starts[1:]),
+        longest_turn=longest,
+        reason=failure.reason if failure else "",
+        cause=failure.cause if failure else "",
+        model_s=episode.model_s,
+        environment_s=episode.seconds - episode.model_s,
+    )
 
 
 def _shared_prompt(episodes: Sequence[Episode]) -> int:

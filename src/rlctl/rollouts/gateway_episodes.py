@@ -18,7 +18,7 @@ from rlctl.data.chat import EncodedPrompt
 from rlctl.data.image_rows import IN_TEXT
 from rlctl.data.image_sources import MARK
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import LENGTH, MediaPart, Turn
+from rlctl.data.rollouts import LENGTH, MediaPart, ModelRequest, Turn
 from rlctl.data.turns import TurnEncoder
 from rlctl.environments.environment_plan import EnvironmentPlan
 from rlctl.environments.gateway.exchange import Answer, Question, RefusedError, ToolCall, episode_over, too_long
@@ -82,6 +82,10 @@ class SampledTurn:
     result: SampleResult
     question: Question
     judged: JudgedTurn
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    """Seconds since the program began."""
+    calls: tuple[ToolCall, ...] = ()
 
     def context(self) -> tuple[list[int], list[MediaPart]]:
         """Return the tokens up to its last, and their media."""
@@ -106,7 +110,9 @@ class ModelTurns:
         self._requests: dict[bytes, asyncio.Task[Sequence[Answer]]] = {}
         self._begun = self._counted = self._calls = 0
         """Sampled turns, those that count as turns of the episode, and tool calls, including turns in progress."""
-        self._idle_since = time.monotonic()
+        self._examples: int | None = None
+        """Answers in the first request, which nobody has sampled; None: there was no request."""
+        self._began = self._idle_since = time.monotonic()
         self.refusal: str | None = None
         """The limit that refused the last request."""
         self._counts = dict.fromkeys(("requests", "retries", "matched_tokens", "rewritten_answers"), 0)
@@ -124,9 +130,11 @@ class ModelTurns:
         self._counts["requests"] += 1
         if continued is not None:
             self._counts["matched_tokens"] += sum(len(turn.result.tokens_R) for turn in continued.ancestry())
-        known = sum(turn.prompt.parent is not None for turn in continued.ancestry()) + 1 if continued else 0
+        kept_answers = sum(turn.prompt.parent is not None for turn in continued.ancestry()) + 1 if continued else 0
         said = sum(message["role"] == "assistant" for message in question.messages)
-        self._counts["rewritten_answers"] += max(0, said - known)
+        if self._examples is None:
+            self._examples = said
+        self._counts["rewritten_answers"] += max(0, said - self._examples - kept_answers)
         first, self._begun = self._begun, self._begun + question.samples
         if not self._auxiliary(question):
             self._counted += question.samples
@@ -176,13 +184,24 @@ class ModelTurns:
         episode.transcript += prompt.read
         episode.read(tokens, media, anew=anew)
         answer = turn.result.tokens_R.tolist()
-        episode.transcript.append(Turn("assistant", turn.result.text, len(answer), 0.0))
+        episode.transcript.append(Turn("assistant", turn.result.text, len(answer), 0.0, self._request(turn)))
         if turn.judged.faults:
             episode.faults[len(episode.answers)] = sum(BITS[name] for name in turn.judged.faults)
             episode.count(dict.fromkeys(turn.judged.faults, 1.0))
         episode.said.append(turn.judged)
         episode.answers.append((len(episode.tokens), turn.result))
         episode.tokens += answer
+
+    def _request(self, turn: SampledTurn) -> ModelRequest:
+        numbers = {id(known): number for number, known in enumerate(self._turns, start=1)}
+        return ModelRequest(
+            numbers[id(turn)],
+            numbers[id(turn.prompt.parent)] if turn.prompt.parent else None,
+            round(turn.began_s, 3),
+            round(turn.ended_s, 3),
+            len(turn.prompt.context()[0]),
+            [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in turn.calls],
+        )
 
     # Prompts
 
@@ -242,8 +261,8 @@ class ModelTurns:
 
     def _auxiliary(self, question: Question) -> bool:
         """Return whether a request is a probe, or is for another model while others are for this one."""
-        own = any(turn.question.model == MODEL for turn in self._turns)
-        return question.probes or (own and question.model != MODEL)
+        names_the_policy = any(turn.question.model == MODEL for turn in self._turns)
+        return question.probes or (names_the_policy and question.model != MODEL)
 
     def _require_room(self, question: Question, prompt: Prompt) -> None:
         limits, episode = self._play.limits, self._episode
@@ -270,7 +289,7 @@ class ModelTurns:
     # Sampling
 
     async def _answered(self, question: Question, prompt: Prompt, digest: bytes, first: int) -> list[Answer]:
-        numbers = range(first, first + question.samples)
+        numbers, began_s = range(first, first + question.samples), time.monotonic() - self._began
         results = await asyncio.gather(*(self._sample(question, prompt, number) for number in numbers))
         answers = []
         for result in results:
@@ -278,7 +297,8 @@ class ModelTurns:
                 self._episode.stop_reason = self.refusal = result.stop_reason
                 raise episode_over()
             answer, judged = self._judged(question, prompt, result)
-            turn = SampledTurn(prompt, result, question, judged)
+            ended_s = time.monotonic() - self._began
+            turn = SampledTurn(prompt, result, question, judged, began_s, ended_s, answer.calls)
             self._turns.append(turn)
             if question.tokens is None and question.text is None:
                 self._known.add(digest, answer.message(), turn)
@@ -303,9 +323,9 @@ class ModelTurns:
 
     def _judged(self, question: Question, prompt: Prompt, result: SampleResult) -> tuple[Answer, JudgedTurn]:
         context, cut, form = prompt.context()[0], result.stop_reason == LENGTH, self._play.plan.form
-        found = readable_calls(result.text, form, question.tools, cut=cut) if question.tools else []
+        readable = readable_calls(result.text, form, question.tools, cut=cut) if question.tools else []
         calls = []
-        for call in found:
+        for call in readable:
             calls.append(ToolCall(f"call{self._calls:05}", call.name, json.dumps(call.arguments)))
             self._calls += 1
         text = without_call(result.text, form).strip() if calls else result.text

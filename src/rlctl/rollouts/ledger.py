@@ -35,6 +35,11 @@ class Ledger:
         """The first position that was not handed over."""
         return self._handed_over_below
 
+    @property
+    def first_untaken(self) -> int:
+        """The first position that was never taken."""
+        return self._next
+
     def next_to_hand_over(self, count: int) -> list[int]:
         """Return the first `count` positions that were not handed over, taken or not."""
         positions: list[int] = []

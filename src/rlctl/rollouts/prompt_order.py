@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +17,7 @@ from rlctl.data.broken_images import broken_images
 from rlctl.data.chat import EncodedPrompt, PromptEncoder, load_tokenizer
 from rlctl.data.holdout import columns_of_prompts, hold_out
 from rlctl.data.image_rows import require_images
-from rlctl.data.mixing import Mixing, source_settings
+from rlctl.data.mixing import ChangedMixing, Mixing, SourceSettings, source_settings
 from rlctl.data.prompt_records import difficulties
 from rlctl.data.prompt_rows import PromptDataset, PromptRow
 from rlctl.data.prompts import open_episodes, open_prompts
@@ -23,6 +25,7 @@ from rlctl.data.rollouts import RolloutGroup
 from rlctl.data.row_types import PROMPTS, RowType
 from rlctl.errors import ConfigError, InputError
 from rlctl.rollouts.environment_episodes import EnvironmentEpisodes, episode_request, episode_seed
+from rlctl.rollouts.source_episodes import SourceEpisodes
 from rlctl.settings.config import RlctlConfig, RolloutConfig
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import RewardConfig
@@ -37,6 +40,8 @@ SAMPLED_ROWS = 16
 TOKENS_AROUND = 2
 ORDERS_KEPT = 2
 """Epochs with cached orders: the current and the previous one."""
+PART_ROWS = 2**18
+"""Rows up to which an epoch's order is in memory as a whole."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,16 @@ class OpenedDataset:
     order: PromptOrder
     weight: float | None = 1.0
     """Its weight in the mixture; None: its size."""
+    play: EnvironmentEpisodes | None = None
+    """Its environment; None: its completions have one turn."""
+    held_out: PromptDataset | None = None
+    """Its rows for validation."""
+
+    @property
+    def has_scorers(self) -> bool:
+        """Whether scorers are needed: without any, the environment gives all rewards."""
+        named = self.play is not None and self.play.plan.name
+        return bool(self.reward.terms or self.prompts.task or not named)
 
 
 class PromptStream:
@@ -66,7 +81,7 @@ class PromptStream:
         datasets: Sequence[OpenedDataset],
         planned: int,
         held_out: PromptDataset | None = None,
-        environment: EnvironmentEpisodes | None = None,
+        environment: SourceEpisodes | None = None,
     ) -> None:
         """`planned`: maximum number of positions of the run. `held_out`: prompts for validation."""
         self.datasets, self.planned, self.held_out = datasets, planned, held_out
@@ -90,20 +105,21 @@ class PromptStream:
     @classmethod
     def open_rollouts(cls, config: RolloutConfig, model_dir: Path) -> Self:
         """Open data, tokenizer and environment. Raises InputError."""
-        environment_name = config.environment.name
-        if environment_name and not (config.data.name or config.data.sources):
-            opened = [open_episodes(environment_name, config.data.size)]
-        else:
-            opened = [open_prompts(source.data, seed=config.run.seed) for source in source_settings(config)]
+        opened = [_opened(source, config.run.seed) for source in source_settings(config)]
         stream = cls._of(config, model_dir, opened)
-        first = stream.datasets[0]
-        environment = EnvironmentEpisodes.open(config, first.encoder, first.prompts[0])
+        environment = SourceEpisodes.open(
+            config, ((dataset.label, dataset.encoder, dataset.prompts[0]) for dataset in stream.datasets)
+        )
         rounds = config.filter.max_rounds if config.filter.groups == "replace" else 1
         ahead = config.rollouts.max_staleness if config.samples_while_training else 0
         planned = config.batch.prompts * (config.run.steps * rounds + ahead)
-        datasets = stream.datasets
-        if environment is not None:
-            datasets = [replace(dataset, encoder=environment.showing_tools(dataset.encoder)) for dataset in datasets]
+        plays = environment.plays if environment else {}
+        datasets = [
+            replace(dataset, encoder=play.showing_tools(dataset.encoder), play=play)
+            if (play := plays.get(dataset.label))
+            else dataset
+            for dataset in stream.datasets
+        ]
         with_environment = cls(datasets, planned, stream.held_out, environment)
         with_environment._fitted = stream._fitted
         return with_environment
@@ -111,16 +127,19 @@ class PromptStream:
     @classmethod
     def _of(cls, config: RlctlConfig, model_dir: Path, opened: list[PromptDataset]) -> Self:
         settings = source_settings(config)
-        held_out = None
+        held: list[PromptDataset | None] = [None] * len(opened)
         if config.validation.holdout:
-            if len(opened) > 1:
+            if len(opened) > 1 and config.rollout_settings is None:
                 raise ConfigError(
-                    f"validation.holdout = {config.validation.holdout}: prompts are held out of one source, and "
+                    f"validation.holdout = {config.validation.holdout}: texts are held out of one source, and "
                     f"data.sources lists {len(opened)}.",
-                    "Name other prompts with --set validation.data.name=...",
+                    "Name other texts with --set validation.data.name=...",
                 )
-            columns = columns_of_prompts(config, settings[0].data)
-            opened[0], held_out = hold_out(opened[0], config.validation.holdout, config.run.seed, columns)
+            for number, source in enumerate(settings):
+                columns = columns_of_prompts(config, source.data)
+                opened[number], held[number] = hold_out(
+                    opened[number], config.validation.holdout, config.run.seed, columns
+                )
         tokenizer = load_tokenizer(model_dir, config.model)
         datasets = [
             OpenedDataset(
@@ -131,11 +150,12 @@ class PromptStream:
                 reward=source.reward,
                 order=PromptOrder.of(prompts, source.data, config.run.seed, number),
                 weight=source.weight,
+                held_out=held[number],
             )
             for number, (source, prompts) in enumerate(zip(settings, opened, strict=True))
         ]
         planned = config.batch.prompts * config.run.steps
-        stream = cls(datasets, planned, held_out)
+        stream = cls(datasets, planned, held[0])
         stream.leave_out_broken_images(config.run.seed)
         return stream
 
@@ -157,25 +177,41 @@ class PromptStream:
         dataset = self.datasets[number]
         return self._row(dataset, dataset.order.at(turn))
 
+    def failing_shares(self) -> dict[str, float]:
+        """Return each dataset's share of the rollouts that may be failed episodes (`environment.failing`)."""
+        parts = self._mixing.parts
+        limits = (dataset.play.limits.failing if dataset.play else 0.0 for dataset in self.datasets)
+        return {label: limit * part / sum(parts) for label, limit, part in zip(self._named, limits, parts, strict=True)}
+
+    def environment_digests(self) -> dict[str, str]:
+        """Return a digest of each dataset's environment, which changes with its code and parameters."""
+        plays = {label: dataset.play.manifest() if dataset.play else None for label, dataset in self._named.items()}
+        return {label: sha256(json.dumps(play, default=str).encode()).hexdigest() for label, play in plays.items()}
+
+    def pause(self, label: str, position: int, *, ends: bool = False) -> None:
+        """Leave out a dataset from a position on; `ends`: use it again. Raises ValueError for an unknown one."""
+        number = [*self._named].index(label)
+        part = self._mixed().parts[number] if ends else 0
+        self._mixing = ChangedMixing(self._mixing, number, part, position)
+
     def group_request(self, position: int, row: PromptRow, seeds: Sequence[int], run_seed: int) -> GroupRequest:
-        if self.environment is None:
+        dataset = self._named[row.source]
+        if dataset.play is None:
             prompt = self.encoded(row)
             return GroupRequest(position, prompt.tokens, tuple(seeds), media=prompt.media)
-        encoder = self._named[row.source].encoder
-        return episode_request(position, row, encoder, seeds, episode_seed(run_seed, position))
+        return episode_request(position, row, dataset.encoder, seeds, episode_seed(run_seed, position))
 
     def encoded(self, row: PromptRow) -> EncodedPrompt:
         """Return a prompt as the model reads it, with its images and the environment's first messages."""
-        encoder = self._named[row.source].encoder
-        opened = encoder.prompt(row) if self.environment is None else self.environment.opened(row, encoder)
-        return self._fitting(row, opened)
+        dataset = self._named[row.source]
+        play, encoder = dataset.play, dataset.encoder
+        return self._fitting(row, encoder.prompt(row) if play is None else play.opened(row, encoder))
 
     def text(self, row: PromptRow) -> str:
         """Return a prompt as the model reads it, with the environment's first messages."""
-        encoder = self._named[row.source].encoder
-        if self.environment is not None:
-            return str(encoder.tokenizer.decode(self.environment.measured(row, encoder)))
-        return encoder.text(row)
+        dataset = self._named[row.source]
+        play, encoder = dataset.play, dataset.encoder
+        return encoder.text(row) if play is None else str(encoder.tokenizer.decode(play.measured(row, encoder)))
 
     def tokens(self, row: PromptRow) -> Sequence[int]:
         """Return the token ids of a prompt. Raises InputError if it is too long for the run."""
@@ -198,8 +234,9 @@ class PromptStream:
         )
 
     def _whole(self, row: PromptRow) -> Sequence[int]:
-        encoder = self._named[row.source].encoder
-        return encoder.encode(row) if self.environment is None else self.environment.measured(row, encoder)
+        dataset = self._named[row.source]
+        play, encoder = dataset.play, dataset.encoder
+        return encoder.encode(row) if play is None else play.measured(row, encoder)
 
     def _too_long(self, row: PromptRow, limit: int) -> bool:
         may_exceed = bool(row.images) or len(self.text(row).encode()) + TOKENS_AROUND > limit
@@ -232,7 +269,8 @@ class PromptStream:
             if dataset.data.too_long != "drop":
                 continue
             every, label = dataset.prompts, dataset.label or dataset.prompts.label
-            long = np.array([self._too_long(self._row(dataset, index), limit) for index in range(len(every))])
+            rows = (self._row(dataset, index) for index in range(len(every)))
+            long = np.fromiter((self._too_long(row, limit) for row in rows), bool, len(every))
             if long.all():
                 raise InputError(
                     f"Every prompt of {label} is longer than {limit:,} tokens, and data.too_long=drop leaves it out.",
@@ -264,7 +302,7 @@ class PromptStream:
         return sum(map(self._image_tokens, rows)) / max(1, sum(len(self.tokens(row)) for row in rows))
 
     def _image_tokens(self, row: PromptRow) -> int:
-        if self.environment is not None:
+        if self._named[row.source].play is not None:
             return sum(part.tokens for part in self.encoded(row).media)
         expansion = self._named[row.source].encoder.images().expansion
         return sum(len(expansion(image.size())) for image in row.images)
@@ -336,15 +374,23 @@ class PromptStream:
             for dataset, count, share in zip(self.datasets, counts, shares, strict=True)
         ]
 
-    def _first(self, limit: int) -> Iterator[PromptRow]:
+    def _first(self, limit: int, *, every: bool = False) -> Iterator[PromptRow]:
+        """Yield the rows of the first positions; of large files only those `ahead`, unless `every` row is needed."""
         turns = self._mixing.turns(min(self.planned, limit))
         for dataset, count in zip(self.datasets, turns, strict=True):
-            for turn in range(min(count, len(dataset.prompts))):
+            ahead = None if every else dataset.prompts.ahead
+            for turn in range(min(count, len(dataset.prompts), ahead or count)):
                 yield self._row(dataset, dataset.order.at(turn))
 
     def _row(self, dataset: OpenedDataset, index: int) -> PromptRow:
         row = dataset.prompts[index]
         return replace(row, source=dataset.label) if dataset.label else row
+
+
+def _opened(source: SourceSettings, seed: int) -> PromptDataset:
+    if source.makes_tasks:
+        return open_episodes(str(source.environment.name), source.data.size)
+    return open_prompts(source.data, seed=seed)
 
 
 class PromptOrder:
@@ -358,6 +404,8 @@ class PromptOrder:
             raise ValueError("an order needs at least one prompt")
         self.size, self.seed, self.shuffle, self.number, self.difficulty = size, seed, shuffle, number, difficulty
         self._rows = lru_cache(maxsize=ORDERS_KEPT)(self._epoch)
+        self._ends = lru_cache(maxsize=ORDERS_KEPT)(self._ends_of_parts)
+        self._part = lru_cache(maxsize=ORDERS_KEPT)(self._rows_of_part)
 
     @classmethod
     def of(cls, prompts: PromptDataset, data: DataConfig, seed: int, number: int = 0) -> PromptOrder:
@@ -370,7 +418,11 @@ class PromptOrder:
     def at(self, turn: int) -> int:
         """Return the row at a turn of the dataset (from 0)."""
         epoch, offset = divmod(turn, self.size)
-        return int(self._rows(epoch)[offset])
+        if self.size <= PART_ROWS or not self.shuffle or self.difficulty is not None:
+            return int(self._rows(epoch)[offset])
+        ends = self._ends(epoch)
+        part = int(np.searchsorted(ends, offset, side="right"))
+        return int(self._part(epoch, part)[offset - (ends[part - 1] if part else 0)])
 
     def observe(self, group: RolloutGroup) -> None:
         """Record a finished group. This order depends on none."""
@@ -386,11 +438,38 @@ class PromptOrder:
         """Return the order of rows in an epoch, int64 [size]."""
         rows = np.arange(self.size)
         if self.shuffle:
-            # numpy keeps the streams of bit generators stable between versions, but not `Generator.permutation`. A
-            # trailing 0 (the first source) does not change a SeedSequence.
-            draws = np.random.PCG64(np.random.SeedSequence((self.seed, epoch, self.number))).random_raw(self.size)
-            rows = np.argsort(draws, kind="stable")
+            rows = np.argsort(np.concatenate([*self._draws(epoch)]), kind="stable")
         return rows if self.difficulty is None else rows[np.argsort(self.difficulty[rows], kind="stable")]
+
+    def _draws(self, epoch: int) -> Iterator[np.ndarray]:
+        """Yield a random uint64 for each row, by whose size an epoch is shuffled, in arrays of at most PART_ROWS."""
+        # numpy keeps the streams of bit generators stable between versions, but not `Generator.permutation`. A
+        # trailing 0 (the first source) does not change a SeedSequence.
+        generator = np.random.PCG64(np.random.SeedSequence((self.seed, epoch, self.number)))
+        for first in range(0, self.size, PART_ROWS):
+            yield generator.random_raw(min(PART_ROWS, self.size - first))
+
+    # `_epoch` of a large shuffled dataset in parts by the size of the draws, so that memory holds few of its rows.
+
+    def _parts_of(self, draws: np.ndarray) -> np.ndarray:
+        parts = -(-self.size // PART_ROWS)
+        return ((draws >> np.uint64(32)) * np.uint64(parts) >> np.uint64(32)).astype(np.int64)
+
+    def _ends_of_parts(self, epoch: int) -> np.ndarray:
+        """Return the places in the epoch before which its parts end, int64 [parts]."""
+        parts = -(-self.size // PART_ROWS)
+        counts = sum(np.bincount(self._parts_of(draws), minlength=parts) for draws in self._draws(epoch))
+        return np.cumsum(counts)
+
+    def _rows_of_part(self, epoch: int, part: int) -> np.ndarray:
+        """Return the order of the rows of one part of an epoch."""
+        rows, chosen, first = list[np.ndarray](), list[np.ndarray](), 0
+        for draws in self._draws(epoch):
+            places = np.flatnonzero(self._parts_of(draws) == part)
+            rows.append(places + first)
+            chosen.append(draws[places])
+            first += len(draws)
+        return np.concatenate(rows)[np.argsort(np.concatenate(chosen), kind="stable")]
 
 
 class PassRateOrder(PromptOrder):

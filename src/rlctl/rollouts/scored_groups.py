@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zipfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +14,24 @@ from typing import Any
 import numpy as np
 
 from rlctl.backends.batching.batch import TrainBatch, WeightedSequence
-from rlctl.backends.clients import Teacher
+from rlctl.backends.clients import LogprobSource
 from rlctl.backends.messages import GroupRequest, SampledGroup, Sampling
 from rlctl.cluster.ray_session import fetch, put
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import REWARD_PART, EpisodeFacts, MediaPart, Rollout, RolloutColumns, RolloutGroup, Turn
+from rlctl.data.rollouts import (
+    REWARD_PART,
+    EpisodeFacts,
+    EpisodeFailure,
+    MediaPart,
+    Rollout,
+    RolloutColumns,
+    RolloutGroup,
+    Turn,
+)
 from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest
+from rlctl.rollouts.failed_episodes import WINDOW, FailedEpisodes
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.source import sample_seed
@@ -30,8 +40,8 @@ from rlctl.settings.rewards import OnError, RewardConfig
 
 # The scoring process has its own limit, and its error names the scorer, so it must come first, even after a restart.
 MARGIN_S = 240.0
-FAILING_SHARE, WINDOW = 0.05, 10
-"""A reward function may fail on this share of the rollouts in this number of batches."""
+FAILING_SHARE = 0.05
+"""A reward function may fail on this share of the rollouts in WINDOW batches."""
 FIRST_BATCH = (
     "A failure in the first batch is probably a mistake in the code. If the function may fail on some "
     "completions, --set reward.on_error=zero gives these 0."
@@ -45,13 +55,13 @@ class Scorers:
     """The process that scores a run's completions, and the reward model, if any."""
 
     workers: WorkerGroup[RewardWorker]
-    model: Teacher | None = None
+    model: LogprobSource | None = None
     """None without a reward model."""
     compares: bool = False
     """Whether a reward function takes `completions`."""
 
-    def score(self, requests: Sequence[ScoreRequest], timeout_s: float) -> list[GroupScores]:
-        """Return the scores of each group. Raises as `RewardWorker.score`."""
+    def score(self, requests: Sequence[ScoreRequest], timeout_s: float) -> list[GroupScores | None]:
+        """Return the scores of each group; None: only its environment gives rewards. Raises as `RewardWorker.score`."""
         workers = self.workers.within(timeout_s + MARGIN_S)
         try:
             values = self._model_scores(self.model, workers, requests) if self.model is not None and requests else None
@@ -61,7 +71,7 @@ class Scorers:
         return scores
 
     def _model_scores(
-        self, model: Teacher, workers: WorkerGroup[RewardWorker], requests: Sequence[ScoreRequest]
+        self, model: LogprobSource, workers: WorkerGroup[RewardWorker], requests: Sequence[ScoreRequest]
     ) -> list[list[float | str]]:
         """Return the reward model's values of each group's texts, or why a text is unreadable."""
         call, (columns,) = workers.submit_by_handle(RewardWorker.write, [(requests,)], [len(requests)])
@@ -72,11 +82,11 @@ class Scorers:
             for sample, tokens in enumerate(written_group.tokens)
             if isinstance(tokens, int)
         )
-        handles = model.logprob_handles(TrainBatch((texts,), dict(enumerate(columns)))) if texts else {}
+        handles = model.handles(TrainBatch((texts,), dict(enumerate(columns)))) if texts else {}
         values: dict[tuple[int, int], float] = {
             (group, sample): float(logprobs.logprobs_R[-1])
-            for group, parts in handles.items()
-            for part in fetch(parts)
+            for group, [scores] in handles.items()
+            for part in fetch([*scores.handles])
             for (sample, _), logprobs in part.items()
         }
         return [
@@ -100,6 +110,10 @@ class GroupMaker:
         self.sampling = replace(sampling, timeout_s=config.rollout_timeout_s)
         self._dropped: deque[int] = deque(maxlen=WINDOW)
         """Numbers of rollouts that each of the last batches lost to a failing reward function."""
+        most = WINDOW * config.batch.rollouts
+        self._failed = FailedEpisodes(
+            {source: share * most for source, share in prompts.failing_shares().items()}, prompts.environment_digests()
+        )
 
     @property
     def scores(self) -> bool:
@@ -124,15 +138,20 @@ class GroupMaker:
         seeds = {result.group: self._seeds(result.group) for result in results}
         groups, failures = scored(self._rewards, results, rows, seeds, self._config.reward)
         for group in groups:
-            if group.dropped and group.position < self._config.batch.prompts:
-                raise InputError(group.dropped[0], FIRST_BATCH)
+            of_episodes = [failure.message for failure in group.failed]
+            of_functions = [message for message in group.dropped if message not in of_episodes]
+            if of_functions and group.position < self._config.batch.prompts:
+                raise InputError(of_functions[0], FIRST_BATCH)
         return groups, failures
 
-    def lost(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-        """Return metrics of a batch's failed rewards. Raises InputError if the last batches lost too many rollouts."""
+    def lost(self, groups: Sequence[RolloutGroup], ledger: Ledger) -> dict[str, Any]:
+        """Return metrics of a batch's failed rewards and episodes. Pause sources with too many failed episodes, from
+        the first position that the ledger has not given out. Raises InputError if the last batches lost too many."""
         if not self.scores and self._prompts.environment is None:
             return {}
-        failures = [failure for group in groups for failure in group.dropped]
+        of_episodes = {failure.message for group in groups for failure in group.failed}
+        dropped = [failure for group in groups for failure in group.dropped]
+        failures = [failure for failure in dropped if failure not in of_episodes]
         self._dropped.append(len(failures))
         if sum(self._dropped) > FAILING_SHARE * WINDOW * self._config.batch.rollouts:
             lost = [*self._dropped]
@@ -142,14 +161,26 @@ class GroupMaker:
                 f"more than {FAILING_SHARE:.0%} of {WINDOW} batches end the run. The last failure: {failures[-1]}",
                 "Fix it and continue with --allow-changes, or set reward.on_error=zero, which gives 0 there.",
             )
-        episodes = [rollout.episode for group in groups for rollout in group.rollouts if rollout.episode]
-        errors = [*failures, *filter(None, (episode.failure for episode in episodes))]
-        return {"dropped_rollouts": len(failures), **({"reward_error": errors[0]} if errors else {})}
+        first = any(group.position < self._config.batch.prompts for group in groups)
+        above = self._failed.count(groups, first=first)
+        for source in above:
+            self._failed.pause(source, ledger.first_untaken)
+            self._prompts.pause(source, ledger.first_untaken)
+        errors = [*failures, *dropped, *(failure.message for group in groups for failure in group.failed)]
+        reasons = Counter(failure.reason for group in groups for failure in group.failed)
+        return {
+            "dropped_rollouts": len(dropped),
+            **({"reward_error": errors[0]} if errors else {}),
+            **({"failed_episodes": dict(sorted(reasons.items()))} if reasons else {}),
+            **({"paused": above} if above else {}),
+            **({"paused_sources": self._failed.paused} if self._failed.paused else {}),
+        }
 
     def state(self, ledger: Ledger) -> dict[str, Any]:
         """Return as JSON the ledger and everything else that determines the next batches."""
         orders = self._prompts.state(ledger.first_open)
-        return {**ledger.state(), "dropped": list(self._dropped), **({"orders": orders} if orders else {})}
+        dropped = {"dropped": list(self._dropped), **self._failed.state()}
+        return {**ledger.state(), **dropped, **({"orders": orders} if orders else {})}
 
     def restored(self, state: Mapping[str, Any]) -> Ledger:
         """Continue from the result of `state`; return the ledger. Raises InputError for an unreadable one."""
@@ -157,6 +188,9 @@ class GroupMaker:
             ledger = Ledger.restored(state)
             self._prompts.restore(state.get("orders", {}))
             self._dropped.extend(map(int, state.get("dropped", ())))
+            self._failed.restore(state, ledger.first_untaken)
+            for source, position, digest in self._failed.pauses:
+                self._prompts.pause(source, position, ends=not digest)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"The checkpoint's ledger and order of prompts cannot be read: {error}.",
@@ -218,7 +252,12 @@ def groups_with_scores(
         row = rows[result.group]
         dropped, failures = scores.dropped, failures + scores.failures
         turns = result.transcripts if result.episodes else None
-        groups.append(RolloutGroup(result.group, row, rollouts, result.columns, result.texts, turns, dropped))
+        failed = tuple(
+            EpisodeFailure(episode.reason, episode.cause, episode.failure)
+            for episode in result.episodes
+            if episode.failure is not None
+        )
+        groups.append(RolloutGroup(result.group, row, rollouts, result.columns, result.texts, turns, dropped, failed))
     return groups, failures
 
 
@@ -266,9 +305,7 @@ def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
         columns: RolloutColumns = fetch(group.columns)
         arrays |= {f"{group.position}/{name}": getattr(columns, name) for name in COLUMNS}
         arrays |= {f"{group.position}/extra/{name}": array for name, array in columns.extra_T.items()}
-        turns = group.transcripts and [
-            [dataclasses.asdict(turn) for turn in episode] for episode in fetch(group.transcripts)
-        ]
+        turns = group.transcripts and [[turn.record() for turn in episode] for episode in fetch(group.transcripts)]
         rollouts = [dataclasses.asdict(rollout) for rollout in group.rollouts]
         scalars_of_group = {
             "position": group.position,
@@ -279,7 +316,8 @@ def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
         media = [[vars(part) | {"data": None} for part in parts] for parts in columns.media_G]
         for sample, parts in enumerate(columns.media_G):
             arrays |= {f"{group.position}/media/{sample}/{number}": part.data for number, part in enumerate(parts)}
-        scalars.append({**scalars_of_group, "media": media, "dropped": group.dropped})
+        failed = [dataclasses.asdict(failure) for failure in group.failed]
+        scalars.append({**scalars_of_group, "media": media, "dropped": group.dropped, "failed": failed})
     arrays[SCALARS] = np.frombuffer(json.dumps(scalars).encode(), np.uint8)
     with path.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
@@ -311,8 +349,9 @@ def load_groups(path: Path, row_at: Callable[[int], PromptRow]) -> list[RolloutG
             columns = put(RolloutColumns(**tokens, extra_T=further, media_G=media))
             rollouts = tuple(map(_loaded, scalars["rollouts"]))
             texts, turns, dropped = put(scalars["texts"]), scalars.get("turns"), tuple(scalars.get("dropped", ()))
-            turns = turns and put([[Turn(**turn) for turn in episode] for episode in turns])
-            groups.append(RolloutGroup(position, row_at(position), rollouts, columns, texts, turns, dropped))
+            turns = turns and put([[Turn.of(turn) for turn in episode] for episode in turns])
+            failed = tuple(EpisodeFailure(**failure) for failure in scalars.get("failed", ()))
+            groups.append(RolloutGroup(position, row_at(position), rollouts, columns, texts, turns, dropped, failed))
         return groups
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(

@@ -81,7 +81,7 @@ class SynchronousSource:
             rounds += 1
         if replaces:
             measured |= {"sampling_rounds": rounds, "missing_groups": missing}
-        measured |= self._groups.lost(groups)
+        measured |= self._groups.lost(groups, self._ledger)
         self._ledger.hand_over(group.position for group in groups)
         return RolloutBatch(tuple(groups), measured)
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from rlctl.errors import ConfigError, InputError
 from rlctl.refit.sync import WeightSync
 from rlctl.rewards.prepare_rewards import prepare_rewards
 from rlctl.rewards.reward_model_scorer import reward_digest
-from rlctl.rewards.reward_plan import RewardPlan
+from rlctl.rewards.reward_plan import MixedRewards, RewardPlan, Rewards
 from rlctl.rewards.statistics import Estimate
 from rlctl.rollouts.environment_episodes import episode_request, episode_seed
 from rlctl.rollouts.prompt_order import PromptOrder, PromptStream
@@ -49,13 +49,13 @@ class ValidationSet:
     rows: tuple[PromptRow, ...]
     tokens: tuple[tuple[int, ...], ...]
     sampling: Sampling
-    rewards: RewardPlan | None
-    """None: the environment gives all rewards."""
+    rewards: Rewards | None
+    """None: environments give all rewards."""
     fingerprint: dict[str, Any]
-    writer: PromptEncoder | None = None
-    """How prompts with images are written; None: no row has any."""
-    encoder: PromptEncoder | None = None
-    """The environment's prompt encoder; None without an environment."""
+    encoders: Mapping[str, PromptEncoder] = field(default_factory=dict)
+    """How prompts are written, by the label of their source; empty: no row has images or an environment."""
+    played: frozenset[str] = frozenset()
+    """The sources with an environment."""
     too_long: str = "refuse"
     """Treatment of a prompt that is too long (`data.too_long`)."""
     changed: str = ""
@@ -67,7 +67,9 @@ class ValidationSet:
         validation = config.validation
         if not validation.wanted:
             return None
-        environment = prompts.environment
+        if config.data.sources and validation.holdout and validation.data.name is None:
+            return cls._of_sources(config, prompts)
+        environment = prompts.environment.of("") if prompts.environment else None
         if environment and not (validation.data.name or config.data.name or config.data.sources or prompts.held_out):
             source, data = open_episodes(environment.plan.label, config.data.size), config.data
         else:
@@ -82,24 +84,53 @@ class ValidationSet:
         alone = environment is not None and environment.plan.name and not (reward.terms or source.task)
         opened, time = encoder.opens_thought, config.model.chat_template_time
         rewards = None if alone else prepare_rewards(reward, source, apart=True, opened=opened, time=time)
-        judged = rewards is not None and rewards.accuracy_by
-        names = ["reward_mean", *(["accuracy", f"pass@{validation.samples}"] if judged else [])]
-        if metric_of_the_best(config) not in names:
-            raise ConfigError(
-                f"run.keep_best_by = {config.run.keep_best_by}: no such metric says which validation is better.",
-                f"There are {', '.join(VALIDATION_PREFIX + name for name in names)}.",
-            )
+        require_metric_of_the_best(config, judged=rewards is not None and bool(rewards.accuracy_by))
         return cls(
             label=source.label,
             rows=rows,
             tokens=tuple(encoder.encode(row) if row.prompt else () for row in rows),
-            writer=encoder,
-            encoder=encoder if environment is not None else None,
+            encoders={"": encoder},
+            played=frozenset([""] if environment is not None else []),
             sampling=validation_sampling(config, encoder),
             rewards=rewards,
             fingerprint=source.fingerprint(),
             too_long=data.too_long,
             changed=f", {broken} with broken images left out" if (broken := len(drawn) - len(rows)) else "",
+        )
+
+    @classmethod
+    def _of_sources(cls, config: RolloutConfig, prompts: PromptStream) -> ValidationSet:
+        """Open the rows that are held out of each source, with its environment and scorers."""
+        rows, plans, tokens, left_out = list[PromptRow](), dict[str, RewardPlan](), list[tuple[int, ...]](), 0
+        time = config.model.chat_template_time
+        for dataset in prompts.datasets:
+            source, label = dataset.held_out, dataset.label
+            assert source is not None  # `validation.holdout` holds rows of every source out
+            order = PromptOrder(len(source), config.run.seed)
+            drawn = [source[order.at(place)] for place in range(min(len(source), config.validation.max_prompts))]
+            kept = readable(drawn, dataset.data, dataset.encoder)
+            rows += [replace(row, source=label) for row in kept]
+            tokens += [tuple(dataset.encoder.encode(row)) if row.prompt else () for row in kept]
+            left_out += len(drawn) - len(kept)
+            if dataset.has_scorers:
+                plans[label] = prepare_rewards(
+                    dataset.reward, source, apart=True, opened=dataset.encoder.opens_thought, time=time
+                )
+        judged = all(label in plans and plans[label].accuracy_by for label in (one.label for one in prompts.datasets))
+        require_metric_of_the_best(config, judged=judged)
+        return cls(
+            label=", ".join(dataset.label for dataset in prompts.datasets),
+            rows=tuple(rows),
+            tokens=tuple(tokens),
+            encoders={dataset.label: dataset.encoder for dataset in prompts.datasets},
+            played=frozenset(dataset.label for dataset in prompts.datasets if dataset.play),
+            sampling=validation_sampling(config, prompts.encoder),
+            rewards=MixedRewards(plans) if plans else None,
+            fingerprint={
+                dataset.label: dataset.held_out.fingerprint() for dataset in prompts.datasets if dataset.held_out
+            },
+            too_long=config.data.too_long,
+            changed=f", {left_out} with broken images left out" if left_out else "",
         )
 
     def fitted(self, limit: int, room: int) -> ValidationSet:
@@ -128,7 +159,9 @@ class ValidationSet:
         assert rollouts is not None  # prompts are validated on by sampling
         validation = rollouts.validation
         how = "greedy" if validation.temperature == 0 else f"temperature {validation.temperature:g}"
-        origin = " held out of the data" if validation.data.name is None and validation.holdout else f" of {self.label}"
+        origin = f" of {self.label}"
+        if validation.data.name is None and validation.holdout:
+            origin = f" held out of {'each source' if rollouts.data.sources else 'the data'}"
         return (
             f"validation: {times_of(validation)}: {len(self.rows)} prompt{'s' * (len(self.rows) > 1)}{origin}, "
             f"{validation.samples} sample{'s' * (validation.samples > 1)} each, {how}{self.changed}"
@@ -231,7 +264,8 @@ class SampledValidation(Validation):
         sync: WeightSync,
     ) -> None:
         validation = config.validation
-        terms = data.rewards.terms if data.rewards else ()
+        plans = data.rewards.plans.values() if isinstance(data.rewards, MixedRewards) else (data.rewards,)
+        terms = [term for plan in plans if plan is not None for term in plan.terms]
         scorers = [(term.name, term.weight, reward_digest(term.name), *term.params.items()) for term in terms]
         of = (data.fingerprint, len(data.rows), scorers, validation.samples, validation.temperature)
         super().__init__(config, metric_of_the_best(config), of)
@@ -245,10 +279,11 @@ class SampledValidation(Validation):
         for position, (row, tokens) in enumerate(zip(data.rows, data.tokens, strict=True), FIRST_POSITION):
             of_row = FIRST_POSITION + row.index
             seeds = tuple(sample_seed(config.run.seed, of_row, sample) for sample in samples)
-            prompt = EncodedPrompt(tokens) if data.writer is None else data.writer.fitted(row, tokens)
+            encoder = data.encoders.get(row.source)
+            prompt = EncodedPrompt(tokens) if encoder is None else encoder.fitted(row, tokens)
             request = GroupRequest(position, prompt.tokens, seeds, media=prompt.media)
-            if data.encoder is not None:
-                request = episode_request(position, row, data.encoder, seeds, episode_seed(config.run.seed, of_row))
+            if encoder is not None and row.source in data.played:
+                request = episode_request(position, row, encoder, seeds, episode_seed(config.run.seed, of_row))
             requests.append(request)
             rows[position] = row
         with self._sync.generating():
@@ -262,16 +297,42 @@ class SampledValidation(Validation):
             self._engines.forget_prompts()
         seeds_of = {request.group: request.seeds for request in requests}
         groups, failures = scored(self._rewards, results, rows, seeds_of, config.reward)
-        reasons, samples = (
-            [reason for group in groups for reason in group.dropped],
-            config.validation.samples * len(groups),
-        )
+        of_episodes = {failure.message for group in groups for failure in group.failed}
+        reasons = [reason for group in groups for reason in group.dropped if reason not in of_episodes]
+        samples = config.validation.samples * len(groups)
+        if of_episodes and not any(group.rollouts for group in groups):
+            message = f"validation: no episode was whole. The first failure: {min(of_episodes)}"
+            raise InputError(message, "Fix the environment, or what it needs.")
         if reasons and (not math.isfinite(self._best) or len(reasons) > FAILING_SHARE * samples):
             message = f"validation: a reward function failed on {len(reasons)} of {samples} completions. {reasons[0]}"
             raise InputError(message, "Fix it, or set reward.on_error=zero, which gives 0 there.")
-        result = Validated(metrics_of(groups, failures), len(groups), tuple(groups))
+        result = Validated({**metrics_of(groups, failures), **source_metrics_of(groups)}, len(groups), tuple(groups))
         self._compare(result.metrics[self.metric])
         return result
+
+
+def require_metric_of_the_best(config: RolloutConfig, *, judged: bool) -> None:
+    """Raise ConfigError unless validation has the metric of `run.keep_best_by`. `judged`: it has an accuracy."""
+    names = ["reward_mean", *(["accuracy", f"pass@{config.validation.samples}"] if judged else [])]
+    if metric_of_the_best(config) not in names:
+        raise ConfigError(
+            f"run.keep_best_by = {config.run.keep_best_by}: no such metric says which validation is better.",
+            f"There are {', '.join(VALIDATION_PREFIX + name for name in names)}.",
+        )
+
+
+def source_metrics_of(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Return the metrics of each source of validated groups; empty: one source."""
+    by_source: dict[str, list[RolloutGroup]] = {}
+    for group in groups:
+        if group.prompt.source and group.rollouts:
+            by_source.setdefault(group.prompt.source, []).append(group)
+    return {
+        f"sources/{source}/{name}": value
+        for source, part in sorted(by_source.items())
+        for name, value in metrics_of(part, 0).items()
+        if name not in ("scorer_failures", "truncated_fraction") and not name.endswith("_stderr")
+    }
 
 
 def metric_of_the_best(config: RlctlConfig) -> str:

@@ -6,6 +6,7 @@ A method derives its own class from one of them and adds its sections (`methods/
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -16,7 +17,7 @@ from rlctl.config.section import Section, changed
 from rlctl.config.user_code import MODEL
 from rlctl.settings.data import DataConfig, ModelConfig
 from rlctl.settings.generation import FilterConfig, GenerationConfig, RefitConfig, RolloutsConfig, VllmConfig
-from rlctl.settings.other_models import RewardModelConfig, SourceTeacher, TeacherConfig, first_of, require_one_owner
+from rlctl.settings.other_models import ListedTeacher, RewardModelConfig, TeacherConfig, first_of, require_owners
 from rlctl.settings.rewards import OBSERVED_TOKENS, EnvironmentConfig, RewardConfig
 from rlctl.settings.run import (
     VALIDATION_PREFIX,
@@ -105,19 +106,40 @@ class RlctlConfig(Section):
         return None
 
     @property
-    def named_teacher(self) -> TeacherConfig | None:
-        """The teacher, or the first of several; None where none is named."""
+    def teacher_section(self) -> TeacherConfig | None:
+        """The section on teachers; None where the method has none."""
         return None
 
     @property
-    def source_teachers(self) -> tuple[SourceTeacher, ...]:
-        """The teachers of a run with several, each for some data sources; empty: there is one or none."""
-        return ()
+    def named_teacher(self) -> TeacherConfig | None:
+        """The teacher that the run computes, or the first of several; None: it computes none."""
+        return first_of(self.teacher_section) if self.teacher_section is not None else None
 
     @property
-    def teacher_has_tokenizer(self) -> bool:
-        """Whether the teacher reads the texts with another tokenizer than the policy's."""
-        return False
+    def listed_teachers(self) -> Mapping[int, ListedTeacher]:
+        """The entries of `teacher.models` that the run computes, by number; empty: `teacher.model`, or none."""
+        return self.teacher_section.computed if self.teacher_section is not None else {}
+
+    @property
+    def served_teachers(self) -> Mapping[int, ListedTeacher]:
+        """The entries of `teacher.models` with an endpoint, by number."""
+        return self.teacher_section.served if self.teacher_section is not None else {}
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the policy learns from log-probs of a teacher."""
+        return self.named_teacher is not None or self.own_teacher is not None or bool(self.served_teachers)
+
+    @property
+    def own_teacher(self) -> TeacherConfig | None:
+        """The settings of self-distillation; None: the policy is not its own teacher."""
+        return self.teacher_section if self.teacher_section is not None and self.teacher_section.policy else None
+
+    @property
+    def tokenizer_teachers(self) -> tuple[int, ...]:
+        """The numbers of the teachers that read the texts with another tokenizer than the policy's; a single teacher
+        has the number 0."""
+        return ()
 
     @property
     def learns_from_rewards(self) -> bool:
@@ -262,12 +284,8 @@ class RolloutConfig(EngineConfig):
         return self
 
     @property
-    def named_teacher(self) -> TeacherConfig | None:
-        return first_of(self.teacher)
-
-    @property
-    def source_teachers(self) -> tuple[SourceTeacher, ...]:
-        return self.teacher.models
+    def teacher_section(self) -> TeacherConfig:
+        return self.teacher
 
     @property
     def reward_models(self) -> tuple[str, ...]:
@@ -279,8 +297,25 @@ class RolloutConfig(EngineConfig):
     def samples_while_training(self) -> bool:
         return self.rollouts.mode == "async"
 
+    @property
+    def environments(self) -> dict[str, EnvironmentConfig]:
+        """The settings of each source's episodes by its label; one source has an empty label. Without name and tools
+        (`wanted`) its completions have one turn."""
+        sources = zip(self.data.source_labels, self.data.sources, strict=True)
+        every = {
+            label: self.environment if source.environment is None else source.environment.over(self.environment)
+            for label, source in sources
+        }
+        return every or {"": self.environment}
+
+    @property
+    def plays(self) -> tuple[EnvironmentConfig, ...]:
+        """The environments of the sources that have one."""
+        return tuple(environment for environment in self.environments.values() if environment.wanted)
+
     def has_scores(self, scorers: bool) -> bool:
-        return scorers or (self.learns_from_rewards and not self.environment.name)
+        rewarded = all(environment.name for environment in self.environments.values())
+        return scorers or (self.learns_from_rewards and not rewarded)
 
     @property
     def turn_tokens(self) -> int:
@@ -292,28 +327,49 @@ class RolloutConfig(EngineConfig):
 
     @property
     def new_tokens(self) -> int:
-        """The largest number of tokens after a prompt: of a completion, or of all turns of an episode."""
+        """The largest number of tokens after a prompt: of a completion, or of all turns of the longest episode."""
         new = super().new_tokens
-        return self.environment.turns * (new + OBSERVED_TOKENS) if self.environment.wanted else new
+        return max((environment.turns * (new + OBSERVED_TOKENS) for environment in self.plays), default=new)
 
     @property
     def mean_new_tokens(self) -> float:
         """The mean number of tokens after a prompt that the planner assumes; episodes take half of their turns."""
-        mean = super().mean_new_tokens
-        return (self.environment.turns + 1) / 2 * (mean + OBSERVED_TOKENS) if self.environment.wanted else mean
+        mean, environments = super().mean_new_tokens, self.environments.values()
+        weights = [source.weight or 1.0 for source in self.data.sources] or [1.0]
+        means = (
+            (environment.turns + 1) / 2 * (mean + OBSERVED_TOKENS) if environment.wanted else mean
+            for environment in environments
+        )
+        return sum(weight * of_source for weight, of_source in zip(weights, means, strict=True)) / sum(weights)
 
     @model_validator(mode="after")
-    def validate_one_teacher_of_each_source(self) -> RolloutConfig:
-        require_one_owner(self.teacher, self.data.source_labels)
+    def validate_teachers(self) -> RolloutConfig:
+        require_owners(self.teacher, self.data.source_labels)
+        if self.teacher.served and self.generation.temperature != 1:
+            raise ValueError(
+                f"generation.temperature = {self.generation.temperature:g} does not go with teacher.models[].endpoint: "
+                "servers give log-probs at the temperature 1"
+            )
         return self
 
     @model_validator(mode="after")
     def validate_prompts_that_are_cut(self) -> RolloutConfig:
-        if self.data.too_long == "cut" and self.environment.wanted:
+        played = [label for label, environment in self.environments.items() if environment.wanted]
+        if self.data.too_long == "cut" and played:
+            of_source = f" of {played[0]}" if played[0] else ""
             raise ValueError(
-                "data.too_long = cut does not go with an environment, which writes the prompts of its episodes: drop "
-                "leaves out those that are too long"
+                f"data.too_long = cut does not go with an environment{of_source}, which writes the prompts of its "
+                "episodes: drop leaves out those that are too long"
             )
+        return self
+
+    @model_validator(mode="after")
+    def validate_thoughts_by_source(self) -> RolloutConfig:
+        for label, environment in self.environments.items():
+            if environment.thinking == "template" and environment.append == "raw":
+                raise ValueError(
+                    f"environment.thinking=template of {label} needs a template: leave environment.append unset"
+                )
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from pydantic import SerializerFunctionWrapHandler, field_validator, model_seria
 
 from rlctl.config.facts import FREE, REHEARSAL_DETAIL, Flag
 from rlctl.config.section import PathText, Positive, PositiveNumber, Section
-from rlctl.settings.rewards import SourceReward
+from rlctl.settings.rewards import SourceEnvironment, SourceReward
 
 VisionPart = Literal["vision", "projector", "language"]
 """The tower that reads pixels, what turns its output into embeddings, and the part that reads and writes tokens."""
@@ -97,8 +97,8 @@ class DataConfig(Section):
     """`reasoning-gym:<task>`, `drawn-shapes` (pictures with questions), a JSON, CSV or Parquet file, a folder of them,
     or a Hugging Face dataset name."""
     sources: tuple[DataSource, ...] = ()
-    """Several sources, replacing `data.name`; each has `name`, `weight`, and optionally keys of `data` and a
-    `reward`."""
+    """Several sources, replacing `data.name`; each has `name`, `weight`, and optionally keys of `data`, a `reward` and
+    an `environment`."""
     too_long: Literal["refuse", "drop", "cut"] = "refuse"
     """Treatment of texts longer than `model.max_length` and of prompts without room for a completion: refuse the data
     before the run starts, drop the row, or cut it. A plain `text` loses its end; a prompt loses its beginning, so that
@@ -147,11 +147,12 @@ class DataConfig(Section):
     @property
     def source_labels(self) -> tuple[str, ...]:
         """The names of `sources`, with a number where several have the same name."""
-        counts, seen = Counter(source.name for source in self.sources), Counter[str]()
+        names = [source.name or str(source.environment and source.environment.name) for source in self.sources]
+        counts, seen = Counter(names), Counter[str]()
         labels = []
-        for source in self.sources:
-            seen[source.name] += 1
-            labels.append(f"{source.name} #{seen[source.name]}" if counts[source.name] > 1 else source.name)
+        for name in names:
+            seen[name] += 1
+            labels.append(f"{name} #{seen[name]}" if counts[name] > 1 else name)
         return tuple(labels)
 
     @model_validator(mode="after")
@@ -224,15 +225,17 @@ class ValidationData(Section):
 
 
 class DataSource(Section):
-    """One of several sources of prompts. Unset keys have the values of `data` and `reward`."""
+    """One of several sources of prompts. Unset keys have the values of `data`, `reward` and `environment`."""
 
-    name: str
-    """As `data.name`."""
+    name: str = ""
+    """As `data.name`. Unset: the environment makes its tasks, `size` of them."""
     weight: PositiveNumber | None = None
     """Share of the prompts, in proportion to the weights of the other sources (1 where only others have one). Without
     any weight, sources have shares by their sizes, so that one epoch has each row once."""
     reward: SourceReward | None = None
     """Scorers of its completions; unset: the scorers of `reward`."""
+    environment: SourceEnvironment | None = None
+    """Keys of `environment` for its episodes; `name: null` without tools: its completions have one turn."""
     params: dict[str, Any] | None = None
     split: str | None = None
     prompt_field: str | None = None
@@ -246,6 +249,12 @@ class DataSource(Section):
     difficulty_field: str | None = None
     size: Positive | None = None
 
+    @model_validator(mode="after")
+    def validate_origin_of_prompts(self) -> DataSource:
+        if not self.name and not (self.environment and self.environment.name):
+            raise ValueError("it has no prompts: give `name`, or `environment.name` of one that makes its tasks")
+        return self
+
     @model_serializer(mode="wrap")
     def _set_keys(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in whole(self).items() if value is not None}
+        return {key: value for key, value in whole(self).items() if value is not None and value != ""}

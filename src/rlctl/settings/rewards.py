@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from rlctl.config.facts import FREE, REHEARSAL_DETAIL, Flag
 from rlctl.config.section import NonNegative, NonNegativeNumber, PathText, Positive, PositiveNumber, Seconds, Section
@@ -50,7 +50,8 @@ class RewardConfig(SourceReward):
     """Time limit for scoring the rollouts of one step."""
     on_error: Annotated[OnError, FREE] = "drop"
     """Reaction to a user function or environment that fails on a rollout. stop: end the run; zero: the score is 0;
-    drop: leave out the rollout, but end the run in the first batch, or later if more than 5% of ten batches fail."""
+    drop: leave out the rollout. A failing function ends the run in the first batch, and later if more than 5% of ten
+    batches fail; for environments see `environment.failing`."""
     shift: float = 0.0
     """Constant added to each reward before `truncated_factor` and length penalties. It affects advantages;
     `reward_mean` excludes it."""
@@ -111,8 +112,24 @@ class EnvironmentConfig(Section):
     """Time limit of an episode."""
     retries: NonNegative = 1
     """Number of retries of an episode whose environment failed."""
+    failing: Annotated[float, Field(ge=0, lt=1), FREE] = 0.05
+    """Largest share of episodes in ten batches that `reward.on_error=drop` may leave out because the environment
+    failed. More pause its source, or end the run if no other source is left."""
     memory_gib: PositiveNumber = 4.0
-    """Memory limit of an episode's process, in GiB."""
+    """Memory limit of an episode's process, and of its programs together, in GiB."""
+    sandbox: str | None = None
+    """Where programs run (`program`, `verifiers`, `harbor`): none, bubblewrap, docker, podman, or a command to which
+    the program's command is appended. Words after a name are further arguments of bwrap, or of the container's start.
+    Unset: none, and for harbor docker or podman."""
+    image: str | None = None
+    """Image of the containers of docker and podman; tasks of harbor name theirs."""
+    network: str = "full"
+    """Network of programs in a sandbox. full: the machine's, or the container runtime's default; model: only the model
+    (bubblewrap); other names: a network of docker or podman, such as host."""
+    processes: Positive = 512
+    """Largest number of processes of an episode's programs."""
+    disk_gib: PositiveNumber = 10.0
+    """Disk limit of an episode's programs, in GiB: temporary files without a sandbox, else all that they write."""
     listen: Annotated[str, FREE] = "127.0.0.1"
     """Address of this machine at which programs ask the model, on a free port; 0.0.0.0: all addresses, and programs get
     the address of the machine's name. Each request needs the key of its episode."""
@@ -127,6 +144,26 @@ class EnvironmentConfig(Section):
     def wanted(self) -> bool:
         """Whether rollouts have an environment or tools."""
         return bool(self.name or self.tools)
+
+    @property
+    def answers_s(self) -> float:
+        """Time that the environment takes in an episode of all turns, in seconds."""
+        return self.turns * self.tool_s
+
+
+class SourceEnvironment(EnvironmentConfig):
+    """The environment of one source. Unset keys have the values of `environment`; `params` belong to the name."""
+
+    def over(self, shared: EnvironmentConfig) -> EnvironmentConfig:
+        """Return the settings of the source's episodes."""
+        values = {key: getattr(self, key) for key in self.model_fields_set}
+        if "name" in values:
+            values.setdefault("params", {})
+        return EnvironmentConfig.model_construct(**{**dict(shared), **values})
+
+    @model_serializer(mode="wrap")
+    def _set_keys(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in whole(self).items() if key in self.model_fields_set}
 
 
 OBSERVED_TOKENS = 32

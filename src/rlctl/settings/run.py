@@ -25,10 +25,10 @@ class ValidationConfig(Section):
     """Validate after the last step too, regardless of the interval."""
     data: Annotated[ValidationData, FREE] = ValidationData()
     holdout: NonNegative = 0
-    """Number of prompts held out from training, chosen by `run.seed`; validation uses them if `validation.data.name` is
-    unset."""
+    """Number of prompts of each source held out from training, chosen by `run.seed`; validation uses them if
+    `validation.data.name` is unset."""
     max_prompts: Annotated[Positive, FREE] = 256
-    """Maximum number of prompts of one validation, chosen by `run.seed`."""
+    """Maximum number of prompts of one validation, chosen by `run.seed`; of held-out prompts, for each source."""
     stop_after: Annotated[Positive | None, FREE] = None
     """End the run after this many validations without improvement of `run.keep_best_by`, or of the mean reward or loss
     if that names no validation metric; unset: never."""
@@ -171,6 +171,11 @@ class ChecksConfig(Section):
         the precision."""
         return None
 
+    @property
+    def computes_exactly(self) -> bool:
+        """Whether engines and policy compute log-probs with the same bits."""
+        return False
+
 
 class RolloutChecksConfig(ChecksConfig):
     """Limits at which a step warns, or the run stops."""
@@ -182,6 +187,13 @@ class RolloutChecksConfig(ChecksConfig):
     """Mean absolute difference that stops the run; unset: 0.01 for float32, else 0.5."""
     max_steps_without_signal: Positive = 5
     """Number of consecutive steps with equal rewards in every group after which the run warns."""
+    exact: bool = False
+    """Engines and policy compute log-probs with the same bits, on CPUs and more slowly; any difference stops the
+    run."""
+
+    @property
+    def computes_exactly(self) -> bool:
+        return self.exact
 
     @property
     def signal_steps(self) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rlctl.config.facts import CHOSEN, FOR_A_MACHINE, LAYOUT, PLANNED, REHEARSAL_DETAIL, SIZE, Flag, Unloadable
 from rlctl.config.section import (
     NonNegative,
     NonNegativeNumber,
     PassThrough,
+    PathText,
     Positive,
     PositiveNumber,
     Section,
@@ -36,20 +38,61 @@ class LoraConfig(Section):
         Flag("lora", f"Train LoRA adapters, not all weights; RANK defaults to {LORA_RANK}.", metavar="[RANK]"),
     ] = 0
     """Rank of the adapters; 0 trains all weights."""
+    adapter: Annotated[
+        PathText | None, Unloadable(), Flag("adapter", "Start from the adapter of this PEFT directory.")
+    ] = None
+    """PEFT directory to start from. Its adapter_config.json gives rank, alpha, targets and patterns, and every key here
+    that says something else is refused."""
     alpha: PositiveNumber = 32.0
-    """Scale of the adapters, as alpha / rank."""
-    targets: Annotated[tuple[Literal["attention", "mlp"], ...], Field(min_length=1), Unloadable()] = (
-        "attention",
-        "mlp",
-    )
-    """Layers with adapters: projections of attention, and of MLPs (dense and shared experts, not routed experts)."""
-    exclude: Annotated[tuple[str, ...], Unloadable()] = ()
-    """Layers of the targets without adapters, as patterns (`*.out_proj`) of their names in the modules of the backend:
-    transformers' for dtensor, Megatron-Core's for megatron."""
+    """Scale of the adapters, as alpha / rank (`rslora`: alpha / sqrt(rank))."""
+    targets: Annotated[str | Annotated[tuple[str, ...], Field(min_length=1)], Unloadable()] = ("attention", "mlp")
+    """Layers with adapters: a list of `attention` and `mlp` (projections of attention, and of MLPs, dense and shared
+    experts), `all-linear` (PEFT's word: also routers, routed experts and the down projections of latent attention), and
+    names of layers or ends of names as in PEFT's `target_modules` and `target_parameters` (`q_proj`); or one regular
+    expression that matches whole names."""
+    exclude: Annotated[str | tuple[str, ...], Unloadable()] = ()
+    """Layers of the targets without adapters, named in the same way; entries may also be shell patterns
+    (`*.out_proj`)."""
+    rank_pattern: Annotated[dict[str, Positive], Unloadable()] = {}
+    """Ranks of some layers, as in PEFT: by a regular expression that matches the end of a name from a dot on; the first
+    match counts."""
+    alpha_pattern: Annotated[dict[str, PositiveNumber], Unloadable()] = {}
+    """Alphas of some layers, in the same way."""
+    rslora: Annotated[bool, Unloadable()] = False
+    """Scale adapters by alpha / sqrt(rank) (rank-stabilized LoRA, arXiv:2312.03732)."""
+    dropout: Annotated[float, Field(ge=0, lt=1), Unloadable()] = 0.0
+    """Share of the adapters' inputs that training passes set to 0, as PEFT's `lora_dropout`; in methods without
+    engines. The other passes (reference, validation) have no dropout."""
+    modules_to_save: Annotated[tuple[str, ...], Unloadable()] = ()
+    """Modules that are trained whole beside the adapters, as in PEFT: the embedding (`embed_tokens`) and the output
+    layer (`lm_head`); tied, both are one matrix. With --backend dtensor."""
     refit: Annotated[LoraRefit, PLANNED | LAYOUT] = "auto"
     """How adapters reach the engines: delta (send the base once, then A and B; engines keep the base and write base +
-    alpha / rank B A over their weights), adapters (send the same; engines add alpha / rank B A x to each product, on
-    CPUs in float32) or merged (send all merged weights in each refit). auto: the planner chooses."""
+    alpha / rank B A over their weights), adapters (send the same; engines and trainer add alpha / rank B A x to each
+    product, on CPUs) or merged (send all merged weights in each refit). auto: the planner chooses."""
+
+    @property
+    def adds(self) -> bool:
+        """Whether trainer and engines add adapters to products, and merge nothing."""
+        return self.refit == "adapters"
+
+    @field_validator("targets", "exclude", "rank_pattern", "alpha_pattern")
+    @classmethod
+    def validate_patterns(cls, value: Any) -> Any:
+        """Refuse invalid regular expressions in values that PEFT compiles."""
+        for pattern in (value,) if isinstance(value, str) else value if isinstance(value, dict) else ():
+            try:
+                re.compile(pattern if isinstance(value, str) else rf"(.*\.)?({pattern})$")
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        return value
+
+    @model_validator(mode="after")
+    def validate_rank(self) -> LoraConfig:
+        for key in ("rank_pattern", "alpha_pattern", "rslora", "dropout", "modules_to_save"):
+            if getattr(self, key) and not self.rank and not self.adapter:
+                raise ValueError(f"training.lora.{key} has no effect: training.lora.rank = 0 trains all weights")
+        return self
 
 
 class QuantizationConfig(Section):

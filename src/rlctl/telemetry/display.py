@@ -86,12 +86,13 @@ Progress = Callable[[Phase], tuple[int, int] | None]
 class Display:
     """Messages, phases and step lines on stderr, and messages and step lines in the run's log file."""
 
-    def __init__(self, *, steps: int, stream: TextIO | None = None, quiet: bool = False) -> None:
+    def __init__(self, *, steps: int, stream: TextIO | None = None, quiet: bool = False, label: str = "") -> None:
+        """`label`: begins each line, where several runs share a terminal; such a display has no line that changes."""
         # soft_wrap: a line of a log file is one line, however narrow the terminal it is read in.
         output = stream or sys.stderr
         self._stream = output if isinstance(output, Unbreakable) else Unbreakable(output)
         self.console = Console(file=cast(TextIO, self._stream), soft_wrap=True, highlight=False, quiet=quiet)
-        self.steps = steps
+        self.steps, self._label = steps, label
         self.metrics: Sequence[Metric] = ()
         """Metrics with possible columns: the framework's and the algorithm's."""
         self.without: Sequence[str] = ()
@@ -119,7 +120,7 @@ class Display:
 
     @property
     def in_terminal(self) -> bool:
-        return self.console.is_terminal
+        return self.console.is_terminal and not self._label
 
     @property
     def width(self) -> int:
@@ -167,7 +168,7 @@ class Display:
     def begin_step(self, step: int) -> None:
         """Begin a step, counted from 1, after a line on the start's duration."""
         self._finish_phase()
-        if self._start:
+        if self._start and not self._label:  # of several runs, the sweep's own display tells it
             line = f"started in {clock(sum(self._start.values()))}"
             for number, activity in enumerate(sorted(self._start, key=lambda activity: -self._start[activity])):
                 longer = f"{line}{', ' if number else ': '}{activity.partition(',')[0]} {self._start[activity]:.0f} s"
@@ -205,7 +206,8 @@ class Display:
         self._print(step_line(step, self.steps, metrics, self.metrics, plain=False, width=width, without=without))
 
     def _print(self, text: str) -> None:
-        self.console.print(text if self.in_terminal else f"{_time()} {text}", markup=False)
+        line = f"{self._label}: {text}" if self._label else text
+        self.console.print(line if self.console.is_terminal else f"{_time()} {line}", markup=False)
         if self._stream.lost and not self._loss_told:
             self._loss_told = True
             self.note(f"stderr cannot be written ({self._stream.lost}): the run continues, and its messages are here")

@@ -39,6 +39,8 @@ class Agreement:
     error: float
     note: str = ""
     """Note about them for the user before the first step."""
+    exact: bool = False
+    """Any difference stops the run."""
 
     @classmethod
     def from_config(cls, config: RolloutConfig, precision: str, needs: Collection[str]) -> Agreement:
@@ -47,6 +49,8 @@ class Agreement:
         Where log-probs differ by more than rounding (see below), only limits that are set hold.
         """
         checks, reason = config.checks, ""
+        if checks.exact:
+            return cls(precision, 0.0, 0.0, exact=True)
         if config.rollouts.mode == "async" and config.rollouts.max_staleness > 0:
             reason = "rollouts may be of older weights than those that are trained"
         elif config.batch.optimizer_steps * config.batch.epochs > 1 and "old_logprobs" not in needs:
@@ -71,9 +75,14 @@ class Agreement:
         if measured["mean"] <= self.error:
             usual = f"below {self.warning:g} is usual in {self.precision} (checks.logprob_diff_warning)."
             return f"Warning, {summary}; {usual}"
+        if self.exact:
+            raise DivergenceError(
+                f"Stopped after {summary}, and checks.exact demands equal bits.",
+                "Report it with the run's manifest.json; without checks.exact the usual limits hold.",
+            )
         raise DivergenceError(
             f"Stopped after {summary}: more than checks.logprob_diff_error = {self.error:g}, and more than rounding "
             f"in {self.precision} explains.",
-            "`rlctl refit-test` with the same model tells whether weights or arithmetic differ; "
-            "--set checks.logprob_diff_error=... continues anyway.",
+            "`rlctl diverge` with the same model or run names the first sub-layer where they part, `rlctl refit-test` "
+            "compares every tensor, and --set checks.logprob_diff_error=... continues anyway.",
         )

@@ -81,7 +81,11 @@ class Health:
             remarks.append(f"{ended} rollout(s) exceeded rollouts.timeout_s and ended with their tokens so far")
         if dropped := metrics.get("dropped_rollouts"):
             remarks.append(f"{dropped} rollout(s) are left out (reward.on_error). {metrics['reward_error']}")
-        elif error := metrics.get("reward_error"):
+        remarks += [
+            f"{source} is paused, and the run continues with the other sources. {reason}"
+            for source, reason in metrics.get("paused", {}).items()
+        ]
+        if not dropped and (error := metrics.get("reward_error")):
             remarks.append(
                 f"the environments of some rollouts failed, and their rewards are 0 (reward.on_error). {error}"
             )

@@ -15,15 +15,14 @@ computed. A run that samples nothing has no engines: `sync` and `agreement` are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from rlctl.backends.batching.batch import MinibatchResult
 from rlctl.backends.clients import PolicyClient
-from rlctl.errors import DivergenceError, InputError, RlctlError, first_line
+from rlctl.errors import DivergenceError
 from rlctl.garbage import rare_garbage_collection
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.source import Batch, RolloutSource
@@ -38,7 +37,7 @@ from rlctl.training.method import Method
 from rlctl.training.recovery import NoRecovery
 from rlctl.training.run_loss import RunLoss
 from rlctl.training.running_parts import Critic
-from rlctl.training.saving import Saver
+from rlctl.training.saving import Saver, saved_if_it_fails
 from rlctl.training.schedule import learning_rate, weight_decay
 from rlctl.training.step_metrics import optimizer_metrics, packing_metrics, selection_metrics, timed
 from rlctl.training.train_batch import run_pass_before
@@ -68,10 +67,8 @@ class Parts:
 
 class Loop:
     """The steps of a run. `step` counts batches trained on and `version` weights; a new run begins with none of
-    either, and its first step is step 1.
-
-    A loop of your own derives from it and replaces `sample`, `train_on` or `refit`.
-    """
+    either, and its first step is step 1. A loop of your own derives from it and replaces `sample`, `train_on` or
+    `refit`."""
 
     def __init__(self, config: RlctlConfig, parts: Parts, *, step: int = 0, version: int = 0) -> None:
         self.config, self.parts = config, parts
@@ -82,18 +79,35 @@ class Loop:
 
     def run(self, stop: StopRequest) -> bool:
         """Take every step up to the last one or a stop request; return whether the run was stopped."""
+        self.begin()
+        with stop.between_steps(), rare_garbage_collection():
+            while not self.ended and not stop.requested:
+                self.advance(stop)
+        self.end()
+        return stop.requested
+
+    def begin(self) -> None:
+        """Refit the engines, if the run has any, before the first step of this process."""
         journal = self.parts.journal
         if self.parts.sync is not None:
             journal.doing("first refit, every tensor compared")
             journal.refitted(self.parts.recovery.run(partial(self.parts.sync.refit, self.version), self))
-        with stop.between_steps(), rare_garbage_collection():
-            while self.step < self.config.run.steps and not stop.requested and not self._plateau:
-                metrics, ended = self._step(stop)
-                if stop.requested and not ended:  # it was asked for while the step was saved or logged
-                    self._save(self.step, metrics, ending=True)
+
+    def advance(self, stop: StopRequest) -> None:
+        """Take one step, which is saved if a stop is requested meanwhile."""
+        metrics, ended = self._step(stop)
+        if stop.requested and not ended:  # it was asked for while the step was saved or logged
+            self._save(self.step, metrics, ending=True)
+
+    def end(self) -> None:
+        """Tell why the run ends before its last step, if it does."""
         if self._plateau:
-            journal.say(self._plateau)
-        return stop.requested
+            self.parts.journal.say(self._plateau)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last step is taken, or validation shows no further improvement."""
+        return self.step >= self.config.run.steps or bool(self._plateau)
 
     def _step(self, stop: StopRequest) -> tuple[dict[str, Any], bool]:
         """Take one step; return its metrics and whether it was saved as the last one."""
@@ -103,14 +117,14 @@ class Loop:
         at_start = {} if self.step else survive(partial(self._validate, "validation_at_start"), self)
         parts.journal.begin_step(step)
         version = self.version
-        with self._saving_what_is_trained():
+        with self._saved_if_it_fails():
             batch = survive(self.sample, self)
         metrics = parts.method.batch_metrics(batch, version)
         metrics |= survive(partial(self.train_on, batch), self, trains=True)
         parts.recovery.trained(version, batch, self)
         metrics |= {**survive(self.refit, self), **batch.metrics, **at_start}
         self.step, self._trained = step, metrics
-        with self._saving_what_is_trained():
+        with self._saved_if_it_fails():
             metrics |= survive(partial(self._validate, "validation"), self)
         parts.journal.keep_rollouts(step, batch)
         try:
@@ -143,7 +157,7 @@ class Loop:
         if not train_batch.minibatches:
             return metrics
         with timer(Phase.LOGPROBS):
-            run_pass_before(policy, method, train_batch)
+            run_pass_before(policy, method, train_batch, self.step)
         with timer(Phase.TRAINING):
             packing = policy.load_batch(train_batch)
         with timer(Phase.LOGPROBS):
@@ -199,19 +213,8 @@ class Loop:
                 saver.begin(step, state, parts.source.write)
         saver.finish() if ending else saver.finish_if_written()
 
-    @contextmanager
-    def _saving_what_is_trained(self) -> Iterator[None]:
-        """Save the last step if the block fails, since its weights are whole. An InputError after a step, as from a
-        user's reward function, becomes a runtime error."""
-        try:
-            yield
-        except RlctlError as error:
-            if self._trained is None:
-                raise
-            try:
-                self._save(self.step, self._trained, ending=True)
-            except (RlctlError, OSError) as failure:
-                self.parts.journal.say(f"Step {self.step} could not be saved: {first_line(failure)}")
-            if isinstance(error, InputError):
-                raise RlctlError(error.message, error.hint or "Fix it and continue with --allow-changes.") from error
-            raise
+    def _saved_if_it_fails(self) -> AbstractContextManager[None]:
+        """Save the last step of this process, whose weights are whole, if the block fails."""
+        trained = self._trained
+        save = None if trained is None else partial(self._save, self.step, trained, ending=True)
+        return saved_if_it_fails(save, self.step, self.parts.journal.say)

@@ -28,6 +28,24 @@ AT_ONCE_S = 3.0
 """The same where the user asked twice to stop."""
 
 
+@contextlib.contextmanager
+def saved_if_it_fails(save: Callable[[], None] | None, step: int, say: Callable[[str], None]) -> Iterator[None]:
+    """Save the last step, `step`, if the block fails (`save` None: this process has taken none). An InputError after a
+    step, as from a user's reward function, becomes a runtime error."""
+    try:
+        yield
+    except RlctlError as error:
+        if save is None:
+            raise
+        try:
+            save()
+        except (RlctlError, OSError) as failure:
+            say(f"Step {step} could not be saved: {first_line(failure)}")
+        if isinstance(error, InputError):
+            raise RlctlError(error.message, error.hint or "Fix it and continue with --allow-changes.") from error
+        raise
+
+
 class Saver:
     """Saves of one run; at most one is under way. A thread asks the policy between its other calls and completes a save
     as soon as it is written."""

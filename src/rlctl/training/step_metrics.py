@@ -17,14 +17,15 @@ from rlctl.telemetry.phases import ASIDE, StepTimer
 
 NAMES_OF_A_STEP = frozenset({
     "accuracy", "answered_fraction", "critic", "dropped_groups", "dropped_rollouts", "dropped_rows", "entropy",
-    "grad_norm", "groups_without_signal", "image_tokens_mean", "images",
+    "episode_seconds", "failed_episodes", "grad_norm", "groups_without_signal", "image_tokens_mean", "images",
     "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lost_engines", "lost_ranks", "lr",
     "micro_batches", "missing_groups", "offloaded_bytes", "optimizer_steps", "padding_fraction",
+    "paused", "paused_sources",
     "policy_failure", "policy_restarts",
     "positions", "prompt_tokens_mean",
     "refit_bytes", "refit_seconds", "refit_verified", "response_tokens_max", "response_tokens_mean", "reward_by_source",
     "reward_error", "reward_mean", "reward_std", "reward_terms", "rollout_tokens", "sampled_rollouts",
-    "sampling_rounds", "scorer_failures", "seconds", "skipped_fraction", "skipped_rollouts", "skipped_steps",
+    "sampling_rounds", "scorer_failures", "seconds", "skipped_fraction", "skipped_rollouts", "skipped_steps", "sources",
     "staleness", "step", "stop_reasons", "system", "tokens", "tokens_by_version", "tokens_per_s", "trained_tokens",
     "truncated_fraction", "unshared_tokens", "validation", "validation_at_start", "versions_since_admission",
     "weight_version",
@@ -46,6 +47,8 @@ def selection_metrics(batch: Batch, trained: TrainBatch) -> dict[str, Any]:
 def length_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     """Return lengths, images and positions of the sequences of a batch."""
     sequences = [sequence for group in groups for sequence in group.sequences]
+    if not sequences:  # all of them were dropped
+        return {"tokens": 0, "positions": ranges(group.position for group in groups)}
     response_N = column(sequences, "response_tokens")
     images = {}
     if column(sequences, "images").any():  # images of a prompt are counted once for its group

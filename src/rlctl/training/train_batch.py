@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -15,6 +15,10 @@ from rlctl.backends.batching.batch import TrainBatch, WeightedSequence
 from rlctl.backends.clients import PolicyClient
 from rlctl.training.capabilities import PassBeforeStep
 from rlctl.training.method import Method
+
+if TYPE_CHECKING:
+    from rlctl.data.prompt_rows import PromptRow
+    from rlctl.settings.config import RlctlConfig
 
 Level = Literal["token", "sequence", "constant"]
 
@@ -46,8 +50,16 @@ def token_weights(response_tokens_N: np.ndarray, level: Level, divisor: float = 
     return np.divide(1.0, denominator_N, out=np.zeros_like(tokens_N), where=tokens_N > 0)
 
 
-def run_pass_before(policy: PolicyClient, method: Method, batch: TrainBatch) -> None:
-    """Run the method's pass before training, if it has one."""
+def taught_as(config: RlctlConfig, row: PromptRow) -> str:
+    """Return what names the teachers of a row: its data source, or the value of `teacher.field`."""
+    teacher = config.teacher_section
+    return row.field_at(teacher.field) if teacher is not None and teacher.field is not None else row.source
+
+
+def run_pass_before(policy: PolicyClient, method: Method, batch: TrainBatch, step: int = 0) -> None:
+    """Update the policy's own teacher, if it is due after `step` steps, and run the method's pass before training, if
+    it has one."""
+    policy.refresh_teacher(step)
     if not isinstance(method, PassBeforeStep):
         return
     other, loss, take = method.before_training(batch)

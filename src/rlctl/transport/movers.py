@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from rlctl.errors import ConfigError
 from rlctl.transport.available import transport_facts
 from rlctl.transport.facts import TransportFacts
 from rlctl.transport.rounds import Channel, Connection, Lengths, Rounds
@@ -63,8 +64,11 @@ class Transport(TransportFacts):
 
     def make_staging(self, channel: Channel, device: torch.device) -> Staging:
         """Make the staging memory of a channel, on the rank that shares it with others. Called only if `shares` is
-        true; a transport that shares nothing has no staging memory."""
-        raise NotImplementedError
+        set."""
+        raise ConfigError(
+            f"refit.mover = {self.name} shares memory ({self.shares}), but its class has no make_staging.",
+            "Define make_staging in the class, or leave `shares` empty.",
+        )
 
     @abstractmethod
     def sender(

@@ -21,6 +21,12 @@ def chunk_view(buffer: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     return buffer[chunk.offset : chunk.offset + chunk.bytes].view(dtype_of(chunk.dtype)).view(chunk.shape)
 
 
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the storage of a tensor and its offset there. Views stay valid where both stay, also if the storage is
+    emptied and filled again at another address (`backends/host_memory.py`)."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source into its target, in one call of torch."""
     if targets:
@@ -63,7 +69,7 @@ class _Bound:
 
 
 class Packer:
-    """Makes the copies of one rank for one channel, round by round. Views are kept while memory stays where it is."""
+    """Makes the copies of one rank for one channel, round by round. Views are kept while storages stay the same."""
 
     def __init__(
         self, rounds: Rounds, copies: Sequence[Copy], *, message: bool, rounding: Rounding = "unbiased"
@@ -77,11 +83,11 @@ class Packer:
         """Bytes of the message of each round."""
         self.bytes = [sum(map(bytes_of, copies)) for copies in self.copies]
         """Bytes that this rank writes in each round."""
-        self._bound: dict[tuple[int, int], _Bound] = {}
-        self._where: dict[str, int] = {}
+        self._bound: dict[tuple[int, int, int], _Bound] = {}
+        self._where: dict[str, tuple[int, int]] = {}
 
     def look(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        where = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+        where = {name: place_of(parameter) for name, parameter in parameters.items()}
         if where != self._where:
             self._where, self._bound = where, {}
         self.parameters = parameters
@@ -89,7 +95,7 @@ class Packer:
     def pack(self, index: int, buffer: torch.Tensor) -> None:
         if not self.copies[index]:
             return
-        key = (index, buffer.data_ptr())
+        key = (index, *place_of(buffer))
         if key not in self._bound:
             self._bound[key] = self._bind(index, buffer)
         bound = self._bound[key]
@@ -121,6 +127,18 @@ def source_view(copy: Copy, parameters: Mapping[str, torch.Tensor]) -> torch.Ten
     return strided(parameters[copy.source_param].detach(), copy.source_view)
 
 
+def empty(buffers: Sequence[torch.Tensor]) -> None:
+    """Give the memory of whole buffers back until `refill`. Their views stay, and so does nothing in them."""
+    for buffer in buffers:
+        buffer.untyped_storage().resize_(0)
+
+
+def refill(buffers: Sequence[torch.Tensor]) -> None:
+    """Give buffers memory again, with undefined contents."""
+    for buffer in buffers:
+        buffer.untyped_storage().resize_(buffer.nbytes)
+
+
 class Images:
     """Two images, and two buffers for all senders' messages of a round, together about a round long."""
 
@@ -136,19 +154,17 @@ class Images:
         ]
         self._starts = [list(accumulate(sizes, initial=0)) for sizes in lengths]
         """By round: where each sender's message begins, and the end of the last one."""
-        self._device = device
-        self.let_go()
-        self.hold()
+        size = max((starts[-1] for starts in self._starts), default=0)
+        self._arrived = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._views: dict[tuple[int, int, int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def hold(self) -> None:
         """Have the memory in which messages arrive."""
-        size = max((starts[-1] for starts in self._starts), default=0)
-        self._arrived = self._arrived or [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        refill(self._arrived)
 
     def let_go(self) -> None:
         """Give that memory back until `hold`."""
-        self._arrived: list[torch.Tensor] = []
-        self._views: dict[tuple[int, int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        empty(self._arrived)
 
     def message(self, sender: int, index: int) -> torch.Tensor:
         start = self._starts[index][sender]
@@ -160,7 +176,7 @@ class Images:
     def unpack(self, sender: int, index: int, image: torch.Tensor | None = None) -> None:
         """Put a received message in place, in the round's image or in `image`."""
         image = self.image(index) if image is None else image
-        key = (sender, index, image.data_ptr())
+        key = (sender, index, *place_of(image))
         if key not in self._views:
             self._views[key] = self._bind(sender, index, image)
         targets, sources = self._views[key]

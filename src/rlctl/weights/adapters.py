@@ -1,7 +1,8 @@
 """The layout of a policy's adapters (`training.lora`), derived from its weights' layout. Plain data.
 
 A of a published tensor X [O, I] is the tensor `X.lora_a` [r, I], and B is `X.lora_b` [O, r]. A rank holds the columns
-of A and the rows of B that belong to its part of X; parts of one layer may share A, which then has one name.
+of A and the rows of B that belong to its part of X; tensors that a model computes as one matrix share A, which then
+has the first one's name.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ class AdapterRow(NamedTuple):
     @property
     def b(self) -> str:
         return self.tensor + B
+
+
+def a_param(name: str, param: str) -> str:
+    """Return the name of A in a rank whose `param` has the tensor: a parameter of several tensors has several A."""
+    return f"{name} in {param}"
 
 
 def adapter_table(
@@ -88,5 +94,5 @@ class AdapterWorld:
             box, at, shape = (piece.tensor_box[0], every), (piece.param_box[0], every), (outputs, row.rank)
         else:
             box, at, shape = (every, piece.tensor_box[1]), (every, piece.param_box[1]), (row.rank, inputs)
-        param = piece.param + (B if name.endswith(B) else A)
+        param = piece.param + B if name.endswith(B) else a_param(name, piece.param)
         return Piece(name, box, param, at, (0, 1)), ParamSpec(shape, self.dtype)

@@ -191,21 +191,29 @@ class DTensorWorld:
             axes[piece.param] = None if side is None else piece.axes.index(matrix.axes[side])
         return axes
 
+    def adapted(self, name: str) -> tuple[str, str]:
+        """Return the param that an adapter belongs to, and `lora_a` or `lora_b`. Adapters are called `<module>.lora_a`;
+        a stack of experts has the attribute `<stack>_lora_a`."""
+        base, which = name[: -len("_lora_a")], name[-len("lora_a") :]
+        return base if base in self.modules.params else f"{base}.weight", which
+
     def adapter_axis(self, name: str) -> int | None:
-        """Return the tensor-parallel axis of an adapter (`<module>.lora_a`, `lora_b`): B has the weight's rows, A its
-        columns."""
-        module, _, which = name.rpartition(".")
-        lora_axis = {"lora_b": 0, "lora_a": 1}[which]
-        return lora_axis if self.axis(f"{module}.weight") == lora_axis else None
+        """Return the tensor-parallel axis of an adapter: B has the weight's rows, A its columns (the last axis)."""
+        param, which = self.adapted(name)
+        axis, columns = self.axis(param), len(self.modules.params[param].shape) - 1
+        if which == "lora_b":
+            return None if axis == columns else axis
+        return (2 if self.is_expert(param) else 1) if axis == columns else None
 
     def adapter_box(self, name: str, shape: Shape, rank: int) -> Box:
         """The part of an adapter of that whole shape that a rank holds."""
         tp, shard = rank % self.parallel.tp, rank // self.parallel.tp % self.parallel.fsdp_shards
-        box, axis = list(whole(shape)), self.adapter_axis(name)
-        if axis is not None:
-            box[axis] = _chunk(box[axis], self.parallel.tp, tp)
-        box[0] = _chunk(box[0], self.parallel.fsdp_shards, shard)
-        return tuple(box)
+        return self._part(self.adapted(name)[0], shape, self.adapter_axis(name), tp, shard)
+
+    def box(self, name: str, rank: int) -> Box:
+        """The part of a param that a rank holds."""
+        tp, shard = rank % self.parallel.tp, rank // self.parallel.tp % self.parallel.fsdp_shards
+        return self._box(name, self.modules.params[name].shape, tp, shard)
 
     def is_expert(self, name: str) -> bool:
         """Whether a param holds something of every expert of a layer."""
@@ -215,8 +223,10 @@ class DTensorWorld:
         return self.roles[name] not in BUFFER_ROLES
 
     def _box(self, name: str, shape: Shape, tp: int, shard: int) -> Box:
+        return self._part(name, shape, self.axis(name), tp, shard)
+
+    def _part(self, name: str, shape: Shape, axis: int | None, tp: int, shard: int) -> Box:
         box = list(whole(shape))
-        axis = self.axis(name)
         if axis is not None:
             box[axis] = _chunk(box[axis], self.parallel.tp, tp)
         ep = self.parallel.ep

@@ -4,7 +4,7 @@ order tp-cp-ep-dp-pp), transformer_block.py and transformer_layer.py."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from rlctl.config.parallel import ParallelSpec
@@ -151,7 +151,9 @@ class MegatronWorld:
 
     def _slot(self, matrix: Matrix, role: Role) -> Slot:
         moe_layer = matrix.layer is not None and self.facts.is_moe_layer(matrix.layer)
-        return slot(role, self.spec, self.experts, mla=self.facts.mla is not None, moe_layer=moe_layer)
+        place = slot(role, self.spec, self.experts, mla=self.facts.mla is not None, moe_layer=moe_layer)
+        divided = self.facts.wide_qk_norm and role in (Role.Q_NORM, Role.K_NORM)
+        return replace(place, kind=Kind.COLUMN) if divided else place
 
     def _groups(self, matrix: Matrix, stage: int) -> Iterator[tuple[Sequence[int], Coordinates]]:
         """(ranks, coordinates) of each distinct part of a matrix within a stage."""
@@ -229,7 +231,7 @@ def _local_param(
     shape, starts = list(matrix.shape), [0] * len(matrix.shape)
     shape[axis] = span.count * (2 if target.kind is Kind.GATED else 1)
     starts[axis] = span.count * target.part if target.kind is Kind.GATED else 0
-    local = piece(matrix, on_axis(matrix, axis, span), name, tuple(starts), primary)
+    local = piece(matrix, on_axis(matrix, axis, span), name, tuple(starts), primary, gain)
     return LocalParam(name, ParamSpec(tuple(shape), dtype), (local,))
 
 

@@ -70,9 +70,16 @@ def _apply(transform: Transform, values: torch.Tensor, copy: Copy, read: Read | 
             out[first : first + 1024] *= wide[rows[first : first + 1024]]
         return out
     assert isinstance(transform, MergeLora), transform
-    rows, columns = (_indices(span) for span in copy.tensor_box)
+    *stack, rows, columns = (_indices(span) for span in copy.tensor_box)
     base = narrowed(values, dtype_of(transform.dtype), transform.rounding)
-    return with_adapter(base, read(transform.a)[:, columns], read(transform.b)[rows], transform.scale)
+    a, b = read(transform.a), read(transform.b)
+    if not stack:
+        return with_adapter(base, a[:, columns], b[rows], transform.scale)
+    merged = torch.empty_like(base, dtype=torch.float32)
+    for number, expert in enumerate(stack[0]):
+        right, left = (b[expert].T, a[expert].T) if transform.transposed else (a[expert], b[expert])
+        merged[number] = with_adapter(base[number], right[:, columns], left[rows], transform.scale)
+    return merged
 
 
 def with_adapter(

@@ -77,6 +77,8 @@ class MergeLora(Transform):
     scale: float
     dtype: str = "float32"
     rounding: Rounding = "nearest"
+    transposed: bool = False
+    """The tensor has inputs before outputs."""
 
     @property
     def inputs(self) -> tuple[str, ...]:

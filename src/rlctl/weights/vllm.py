@@ -292,6 +292,9 @@ ROW_PARALLEL = frozenset({Role.O, Role.DOWN, Role.SHARED_DOWN})
 COLUMN_PARALLEL = frozenset({Role.GATE, Role.SHARED_GATE, Role.MLA_Q, Role.MLA_Q_UP, Role.MLA_KV_UP, Role.SINKS})
 ENDS_EVERYWHERE = frozenset({"qwen3_moe", "mixtral", "gemma3", "gpt_oss"})
 """Families whose vLLM model file puts both embeddings and the last norm on every pipeline stage."""
+NORMS_OF_HEADS = (Role.Q_NORM, Role.K_NORM)
+DIVIDED_NORMS = frozenset({"minimax_m2"})
+"""Families in whose norms over all heads vLLM's ranks have the gains of their heads."""
 _FUSED_INTO = {name: fused for fused, names in FUSED.items() for name in names}
 
 
@@ -344,9 +347,11 @@ class VllmWorld:
         return {0, last} if self.facts.tied_embeddings else {0}
 
     def _dense(self, matrices: Iterable[Matrix], rank: int) -> Iterator[tuple[LocalMatrix, str]]:
-        by_tensor = {matrix.tensor: matrix for matrix in matrices}
+        by_tensor: dict[str, list[Matrix]] = {}
+        for matrix in matrices:
+            by_tensor.setdefault(matrix.tensor, []).append(matrix)
         done: set[str] = set()
-        for tensor, matrix in by_tensor.items():
+        for tensor, (matrix, *_) in by_tensor.items():
             module, _, parameter = tensor.rpartition(".")
             parent, _, leaf = module.rpartition(".")
             fused = _FUSED_INTO.get(leaf, "")
@@ -357,7 +362,7 @@ class VllmWorld:
             if members[0] not in done:
                 done.update(members)
                 dtype = "float32" if matrix.role in FLOAT32_ROLES else self.dtype
-                yield self._module(path, parameter, [by_tensor[name] for name in members], rank), dtype
+                yield self._module(path, parameter, [part for name in members for part in by_tensor[name]], rank), dtype
 
     def _module(self, path: str, parameter: str, matrices: Sequence[Matrix], rank: int) -> LocalMatrix:
         first, tp, facts = matrices[0], self.parallel.tp, self.facts
@@ -368,10 +373,15 @@ class VllmWorld:
             rows = [vocab_rows(facts.vocab, tp, rank)]
         elif first.role in QKV:
             rows = qkv_rows(facts.heads, facts.kv_heads, facts.head_dim, facts.head_dim, tp, rank)
+        elif first.role in NORMS_OF_HEADS and facts.family in DIVIDED_NORMS:
+            queries, keys, _ = qkv_rows(facts.heads, facts.kv_heads, facts.head_dim, facts.head_dim, tp, rank)
+            rows = [queries if first.role is Role.Q_NORM else keys]
         elif first.role in COLUMN_PARALLEL:
             rows = [equal_rows(matrix.shape[0], tp, rank, f"Axis 0 of {matrix.tensor}") for matrix in matrices]
         else:
             rows = [all_rows(matrix.shape[0]) for matrix in matrices]
+        if len(set(tensors)) == 1:
+            rows = below_one_another(rows)
         return stacked_rows(path, parameter, tensors, rows, first.shape[1] if len(first.shape) > 1 else 0)
 
     def _experts(self, matrices: Iterable[Matrix], rank: int) -> Iterator[tuple[LocalMatrix, str]]:

@@ -44,7 +44,8 @@ print("filled")
 """
 
 
-@pytest.mark.long
+@pytest.mark.guard
+@pytest.mark.slow
 def test_megatrons_own_layers_do_without_a_transformer_engine_that_cannot_be_imported(tmp_path: Path) -> None:
     """As one is that was built for another torch, on a machine with a GPU. Where its layers are wanted, it is named."""
     package = tmp_path / "transformer_engine"

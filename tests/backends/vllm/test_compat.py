@@ -171,7 +171,6 @@ print(json.dumps(seen))
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_a_communicator_with_the_policy_is_made_without_the_settings_of_batch_invariance() -> None:
     """The policy's ranks have the user's own, and NCCL needs the same on both sides."""
     done = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, timeout=300)

@@ -45,6 +45,8 @@ def test_logprobs_are_of_the_distribution_sampled_from(
     assert largest_logprob_error(groups, policy, sampling) < TOLERANCE
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_columns_describe_the_group(engine: HostedEngine, policy: WholeTensorPolicy) -> None:
     policy.refit(engine, 7)
     for result, columns, texts in generate(engine, Sampling(8)):

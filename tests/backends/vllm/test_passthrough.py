@@ -58,9 +58,9 @@ def built(spec: EngineSpec, code: str) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "code", [ARGUMENTS, pytest.param(CONFIGURATION, marks=pytest.mark.slow)], ids=["arguments", "configuration"]
+    "code", [pytest.param(ARGUMENTS, marks=pytest.mark.guard), CONFIGURATION], ids=["arguments", "configuration"]
 )
 def test_fields_reach_the_engines_own_objects(tiny_llama: Path, code: str) -> None:
     spec = spec_with(

@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
-from support.family_models import FAMILIES, hf_model
+from support.family_models import ALIKE, FAMILIES, hf_model
+from support.pool import slowly
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slowly(FAMILIES.keys(), *(FAMILIES.keys() - ALIKE)))
 def test_there_and_back(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as theirs

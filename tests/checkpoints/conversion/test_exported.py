@@ -126,16 +126,16 @@ def predicting_model(kind: str, directory: Path) -> dict[str, torch.Tensor]:
             "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
             "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
         },
-        "glm4_moe": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+        "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 16, "route_norm": True, "qk_norm": True},
     }[kind]  # fmt: skip
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **sizes, **own)
+    config = transformers.AutoConfig.for_model(kind, **(sizes | own))
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     if kind == "qwen3_next":
         at, declared = "mtp.layers.0", {"mtp_num_hidden_layers": 1}
         names = {"mtp.fc.weight": (32, 64), "mtp.norm.weight": (32,), f"{at}.mlp.experts.1.down_proj.weight": (32, 16)}
     else:
-        at, declared = "model.layers.92", {"num_nextn_predict_layers": 1}
+        at, declared = "model.layers.80", {"num_nextn_predict_layers": 1}
         names = {f"{at}.eh_proj.weight": (32, 64), f"{at}.mlp.gate.e_score_correction_bias": (2,)}
     further = {name: torch.randn(shape) for name, shape in names.items()}
     held = load_file(directory / "model.safetensors") | further
@@ -154,7 +154,7 @@ def trained_run(directory: Path, run: Path) -> Path:
     return write_module_run(run, ModelFiles(directory, str(directory)), held)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "glm4_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "hy_v3"])
 def test_tensors_that_transformers_ignores_are_exported_as_they_were(kind: str, tmp_path: Path) -> None:
     further = predicting_model(kind, tmp_path / "base")
     before = load_file(tmp_path / "base" / "model.safetensors")
@@ -167,7 +167,7 @@ def test_tensors_that_transformers_ignores_are_exported_as_they_were(kind: str, 
 
 
 def test_an_export_without_them_declares_none(tmp_path: Path) -> None:
-    predicting_model("glm4_moe", tmp_path / "base")
+    predicting_model("hy_v3", tmp_path / "base")
     run, told = trained_run(tmp_path / "base", tmp_path / "run"), list[str]()
     manifest = json.loads((run / "manifest.json").read_text())
     manifest["model"] |= {"fingerprint": "of another model", "own_fingerprint": None}
@@ -181,9 +181,9 @@ def test_an_export_without_them_declares_none(tmp_path: Path) -> None:
 
 def test_a_block_scaled_layer_is_exported_in_plain_numbers(tmp_path: Path) -> None:
     """The formula of DeepSeek-V3: value times the scale of its block of 16 x 16."""
-    predicting_model("glm4_moe", tmp_path / "base")
+    predicting_model("hy_v3", tmp_path / "base")
     file = tmp_path / "base" / "model.safetensors"
-    held, name = load_file(file), "model.layers.92.eh_proj.weight"
+    held, name = load_file(file), "model.layers.80.eh_proj.weight"
     held[name], held[f"{name}_scale_inv"] = held[name].to(torch.float8_e4m3fn), torch.rand(2, 4) + 0.5
     save_file(held, file, metadata={"format": "pt"})
     config = json.loads((tmp_path / "base" / "config.json").read_text())

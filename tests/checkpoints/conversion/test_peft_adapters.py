@@ -41,7 +41,8 @@ def test_no_adapter_has_a_name_that_peft_gives_to_routed_experts(family: str) ->
     assert {"down_proj", "gate_proj", "up_proj"} == {name.split(".")[-2] for name in parameters}
     covered = {name for name in linear if name in modules or name.rpartition(".")[2] in modules}
     assert covered | {name.removesuffix(".weight") for name in parameters} == set(linear)
-    config = adapter_config(Base(Path("/m"), Path("/m"), {}), modules, parameters)
+    numbers = {"training.lora.rank": {"value": 4}, "training.lora.alpha": {"value": 8.0}}
+    config = adapter_config(Base(Path("/m"), Path("/m"), numbers), modules, parameters)
     assert config["target_parameters"] == parameters
 
 
@@ -84,7 +85,8 @@ def test_the_configuration_names_the_model_that_the_run_began_with() -> None:
     assert adapter_config(Base(Path("/m"), Path("/m"), config), [])["base_model_name_or_path"] == "/m"
 
 
-@pytest.mark.long
+@pytest.mark.guard
+@pytest.mark.slow
 def test_an_engine_computes_the_merged_weights_log_probs_with_written_adapters(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-@pytest.mark.parametrize("variable", ["NRL_MEGATRON_CHECKPOINT_DIR", None])
+@pytest.mark.parametrize("variable", ["NRL_MEGATRON_CHECKPOINT_DIR", pytest.param(None, marks=pytest.mark.slow)])
 def test_a_conversion_by_nemo_rl_is_named_and_not_taken(
     tiny_llama: Path, home: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None
 ) -> None:
@@ -236,7 +236,6 @@ with StopRequest(print):
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_a_signal_to_the_run_alone_leaves_no_part_of_a_conversion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -267,7 +267,8 @@ def test_block_scaled_weights_keep_their_scales(written: Any, tmp_path: Path) ->
         megatron_to_hf(checkpoint, tmp_path / "whole", None, Options(whole=model))
 
 
-@pytest.mark.long
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_plan_copies_nothing_and_a_run_takes_the_text_part_out_once(
     written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,9 +397,9 @@ def test_weights_are_put_into_no_other_model(written: Any, tmp_path: Path) -> No
         megatron_to_hf(checkpoint, tmp_path / "whole", None, Options(whole=written("mistral3")))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["gemma3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen2_5_vl", "qwen3_vl_moe", "llama4"))]
+    "name", [pytest.param("gemma3", marks=pytest.mark.guard), "qwen2_5_vl", "qwen3_vl_moe", "llama4"]
 )
 def test_adapters_of_a_text_part_go_back_into_both_models(name: str, written: Any, tmp_path: Path) -> None:
     """The truth is transformers' whole model with alpha / r B A added to the linear layers of its text part."""

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlctl.backends.batching.batch import TokenBatch
+from rlctl.backends.batching.batch import TeacherSpan, TokenBatch
 from rlctl.config.user_code import UserCode
 from rlctl.errors import ConfigError
 from rlctl.methods.available import method_from_config
 from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.algorithm import Algorithm, make_batch
 from rlctl.methods.rl.grpo import Grpo
+from rlctl.training.method import Method
 from rlctl.training.run_loss import RunLoss
 from rlctl.training.user_loss import UserLoss, trial
 from support.groups import group
@@ -27,7 +28,15 @@ GROUPS = [group(0, [1.0, 0.0], [3, 2]), group(1, [0.5, 0.5], [4, 1])]
 
 def made(*sets: str, teacher: str | None = "big") -> Algorithm:
     flags = {"run.algorithm": "distillation", **({"teacher.model": teacher} if teacher else {})}
-    return method_from_config(resolve(flags=flags, sets=sets, environment={}).config)
+    method = method_from_config(resolve(flags=flags, sets=sets, environment={}).config)
+    assert isinstance(method, Algorithm)
+    return method
+
+
+def loss_of(method: Method, batch: TokenBatch) -> torch.Tensor:
+    loss_R = method.token_loss(batch)
+    assert isinstance(loss_R, torch.Tensor)
+    return loss_R
 
 
 def with_teacher(seed: int = 0) -> TokenBatch:
@@ -57,7 +66,7 @@ def test_the_sampled_token_is_rewarded_by_the_teacher_s_log_ratio(weight: float,
     assert batch.old_logprobs_R is not None
     assert batch.teacher_logprobs_R is not None
     algorithm = made(f"distillation.reward_weight={weight}", "distillation.weight=2", "loss.clip_high=9")
-    loss_R = algorithm.token_loss(batch)
+    loss_R = loss_of(algorithm, batch)
     loss_R.sum().backward()
     assert batch.logprobs_R.grad is not None
     for i in range(TOKENS):
@@ -78,7 +87,7 @@ def test_texts_are_learned_from_by_both_divergences_and_their_likelihood() -> No
     flags = {"run.algorithm": "distill", "teacher.model": "big"}
     algorithm = method_from_config(resolve(flags=flags, sets=sets, environment={}).config)
     assert (algorithm.needs, algorithm.teacher_top) == ({"teacher_logprobs"}, TOP)
-    loss_R, measured = algorithm.token_loss(batch), algorithm.measure(batch)
+    loss_R, measured = loss_of(algorithm, batch), algorithm.measure(batch)
     assert batch.teacher_top_RK is not None
     assert batch.top_logprobs_RK is not None
     for i in range(TOKENS):
@@ -121,7 +130,7 @@ def test_each_step_of_a_batch_compares_the_teacher_with_the_policy_before_the_fi
     batch = with_teacher()  # the policy has moved away from the old one
     assert batch.old_logprobs_R is not None
     assert batch.teacher_logprobs_R is not None
-    loss_R = algorithm.token_loss(batch)
+    loss_R = loss_of(algorithm, batch)
     for i in range(TOKENS):
         advantage = batch.advantages_R[i].item() + batch.teacher_logprobs_R[i].item() - batch.old_logprobs_R[i].item()
         ratio = math.exp(batch.logprobs_R[i].item() - batch.rollout_logprobs_R[i].item())
@@ -138,7 +147,7 @@ def test_the_top_tokens_are_compared_by_kl(share: float, outside: str) -> None:
         "distillation.loss=top-k", f"distillation.top_k={TOP}", f"distillation.forward_share={share}",
         f"distillation.outside={outside}", "distillation.weight=3",
     )  # fmt: skip
-    loss_R = algorithm.token_loss(batch)
+    loss_R = loss_of(algorithm, batch)
     assert batch.teacher_top_RK is not None
     assert batch.top_logprobs_RK is not None
     for i in range(TOKENS):
@@ -152,7 +161,7 @@ def test_the_top_tokens_are_compared_by_kl(share: float, outside: str) -> None:
         reverse = sum(b * math.log(b / a) for a, b in zip(t, p, strict=True))
         assert loss_R[i].item() == pytest.approx(3 * (share * forward + (1 - share) * reverse))
     assert torch.autograd.gradcheck(
-        lambda logs: algorithm.token_loss(replace(batch, top_logprobs_RK=logs)), batch.top_logprobs_RK
+        lambda logs: loss_of(algorithm, replace(batch, top_logprobs_RK=logs)), batch.top_logprobs_RK
     )
 
 
@@ -160,7 +169,7 @@ def test_a_token_that_has_all_the_probability_leaves_a_finite_tail() -> None:
     sure = torch.tensor([[0.0, -100.0]] * TOKENS, dtype=torch.float64)
     batch = replace(with_teacher(), teacher_top_RK=sure, top_logprobs_RK=sure.clone().requires_grad_())
     algorithm = made("distillation.loss=top-k", "distillation.outside=tail", "distillation.forward_share=0.5")
-    loss = algorithm.token_loss(batch).sum()
+    loss = loss_of(algorithm, batch).sum()
     loss.backward()
     assert batch.top_logprobs_RK is not None
     assert batch.top_logprobs_RK.grad is not None
@@ -250,13 +259,13 @@ def test_chunks_of_two_tokenizers_are_compared_by_their_means(share: float) -> N
         rollout_R=torch.tensor(text_of),
         teacher_top_RK=torch.stack([said[place] for place in zip(text_of, chunk_of, strict=True)]),
         top_logprobs_RK=projected,
-        extra_R={"chunk": torch.tensor(chunk_of, dtype=torch.float32)},
+        spans=(TeacherSpan(TOP, torch.ones(TOKENS), torch.tensor(chunk_of, dtype=torch.float32)),),
     )
     config = {"run.algorithm": "distill", "teacher.model": "big", "teacher.own_tokenizer": True}
     sets = (f"distillation.forward_share={share}", "distillation.weight=3", "distillation.sft_weight=0.5")
 
     def loss(*more: str) -> torch.Tensor:
-        return method_from_config(resolve(flags=config, sets=(*sets, *more), environment={}).config).token_loss(batch)
+        return loss_of(method_from_config(resolve(flags=config, sets=(*sets, *more), environment={}).config), batch)
 
     divergence = [0.0, 0.0]
     for text, chunk in places:
@@ -280,8 +289,9 @@ def test_chunks_of_two_tokenizers_are_compared_by_their_means(share: float) -> N
     (plain,) = torch.autograd.grad(loss("distillation.sft_weight=0")[batch.rollout_R == 1].sum(), projected)
     torch.testing.assert_close(grad, plain * (-likelihood[1] / divergence[1]))
     assert torch.autograd.gradcheck(
-        lambda probs: method_from_config(resolve(flags=config, sets=sets, environment={}).config).token_loss(
-            replace(batch, top_logprobs_RK=probs)
+        lambda probs: loss_of(
+            method_from_config(resolve(flags=config, sets=sets, environment={}).config),
+            replace(batch, top_logprobs_RK=probs),
         ),
         projected,
     )

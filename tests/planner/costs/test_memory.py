@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -11,7 +11,8 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import NoPlanError
 from rlctl.models.facts import ModelFacts, QuantizedBase
 from rlctl.models.quantized_base import packed_sizes
-from rlctl.planner.choice import GenerationChoice, LoraChoice, TrainingChoice
+from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.costs.adapters import lora_choice, trained_parameters
 from rlctl.planner.costs.checkpoint import save_of
 from rlctl.planner.costs.engines import generation_time, group_rate, overhead_bytes, plan_kv, weight_bytes
 from rlctl.planner.costs.memory import (
@@ -22,17 +23,19 @@ from rlctl.planner.costs.memory import (
     state_bytes,
     training_memory,
 )
-from rlctl.planner.costs.parameters import count, rank_parameters, stages, trained_parameters
+from rlctl.planner.costs.parameters import count, rank_parameters, stages
 from rlctl.planner.costs.time import critic_time, training_time
 from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.request import Request, Workload
 from rlctl.planner.make_plan import make_plan
 from rlctl.planner.views.render import plan_text
+from rlctl.settings.training import LoraConfig
 from rlctl.weights.vllm import VllmParallel, VllmWorld
 from support.catalog_models import model
 
 LLAMA_8B, MOE_30B, DEEPSEEK = model("Llama-3.1-8B"), model("Qwen3-30B-A3B"), model("DeepSeek-V3")
+ADAPTERS = lora_choice(LLAMA_8B, LoraConfig(rank=16))
 
 
 def test_states_of_a_dense_model_follow_the_distributed_optimizer() -> None:
@@ -139,20 +142,52 @@ def test_fsdp_shards_all_states_and_has_two_layers_whole() -> None:
 
 
 def test_adapters_alone_have_gradients_and_states() -> None:
-    """Rank 16 on Llama-3.1-8B: A and B of the fused QKV, of the output projection, and of both halves of the MLP."""
-    choice = TrainingChoice(ParallelSpec(dp=8), adapters=LoraChoice(16))
-    qkv, out, up, down = 4096 + 6144, 4096 + 4096, 4096 + 2 * 14336, 14336 + 4096
+    """Rank 16 on Llama-3.1-8B: A and B of each of the seven matrices of a layer."""
+    choice = TrainingChoice(ParallelSpec(dp=8), adapters=ADAPTERS)
+    qkv, out, up, down = 3 * 4096 + 6144, 4096 + 4096, 2 * 4096 + 2 * 14336, 14336 + 4096
     adapters = 32 * 16 * (qkv + out + up + down)
     (stage,) = stages(LLAMA_8B, choice)
     assert trained_parameters(LLAMA_8B, stage, choice).total == adapters
     weights = count(LLAMA_8B).total + adapters
     states = state_bytes(LLAMA_8B, stage, choice)
     assert states == pytest.approx({"weights": 2 * weights, "gradients": 4 * adapters, "optimizer": 1.5 * adapters})
-    attention = TrainingChoice(ParallelSpec(tp=2, dp=8), adapters=LoraChoice(16, mlp=False))
-    split = (
-        32 * 16 * (4096 + 6144 / 2 + 4096 / 2 + 4096)
-    )  # A of what splits outputs and B of what splits inputs are whole
+    adapters = lora_choice(LLAMA_8B, LoraConfig(rank=16, targets=("attention",)))
+    attention = TrainingChoice(ParallelSpec(tp=2, dp=8), adapters=adapters)
+    # A of what splits outputs and B of what splits inputs are whole
+    split = 32 * 16 * (3 * 4096 + 6144 / 2 + 4096 / 2 + 4096)
     assert trained_parameters(LLAMA_8B, stage, attention).total == split
+
+
+@pytest.mark.parametrize(("sharding", "each"), [("optimizer", 2 + 12 / 8), ("full", 12 / 8)])
+def test_waiting_adapters_take_host_memory(sharding: Literal["optimizer", "full"], each: float) -> None:
+    """Rank 16 on Llama-3.1-8B has 41,943,040 parameters in adapters. Three adapters wait, and one changes places."""
+    alone = TrainingChoice(ParallelSpec(dp=8), sharding=sharding, adapters=ADAPTERS)
+    together = replace(alone, adapters=replace(ADAPTERS, held=4))
+    need = [host_memory(LLAMA_8B, choice, make_cluster("h100"), False, 0.0) for choice in (alone, together)]
+    assert need[1] - need[0] == pytest.approx(8 * 4 * each * 41_943_040)
+
+
+def test_a_sweep_that_host_memory_does_not_hold_is_refused_with_the_number_that_fits() -> None:
+    device = make_cluster("h100").device
+    small = replace(make_cluster("h100"), device=replace(device, host_memory=300 * GIB))
+    work, adapters = Workload(16, 8, max_length=2048), replace(ADAPTERS, held=800)
+    with pytest.raises(NoPlanError, match="of 300 of host memory a node") as refused:
+        make_plan(Request(LLAMA_8B, small, work, adapters=adapters))
+    assert "It fits with 100 of the 800 runs at once." in str(refused.value.hint)
+    fits = make_plan(Request(LLAMA_8B, small, work, adapters=replace(ADAPTERS, held=8)))
+    assert [reason.rule for reason in fits.reasons if reason.value == "adapters=8"]
+    assert "8 adapters with their optimizer states, which take turns" in plan_text(fits, "x")
+
+
+def test_modules_trained_whole_have_gradients_and_states_and_no_second_weights() -> None:
+    lora = LoraConfig(rank=16, modules_to_save=("embed_tokens", "lm_head"))
+    plain, whole = (TrainingChoice(ParallelSpec(dp=8), sharding="full", adapters=lora_choice(LLAMA_8B, each))
+                    for each in (LoraConfig(rank=16), lora))  # fmt: skip
+    (stage,) = stages(LLAMA_8B, plain)
+    tables, (before, after) = 2 * 128256 * 4096 / 8, (state_bytes(LLAMA_8B, stage, each) for each in (plain, whole))
+    assert after["gradients"] - before["gradients"] == 4 * tables
+    assert after["optimizer"] - before["optimizer"] == 8 * tables
+    assert after["weights"] == before["weights"]
 
 
 def test_float32_weights_wait_in_host_memory_as_they_are() -> None:
@@ -166,8 +201,8 @@ def test_float32_weights_wait_in_host_memory_as_they_are() -> None:
 def test_fsdp_shards_adapters_and_a_critic_as_it_does_the_weights() -> None:
     plain = TrainingChoice(ParallelSpec(dp=8), sharding="full", reference=True)
     (stage,) = stages(LLAMA_8B, plain)
-    whole, adapted = (state_bytes(LLAMA_8B, stage, replace(plain, adapters=a)) for a in (None, LoraChoice(16)))
-    own = trained_parameters(LLAMA_8B, stage, replace(plain, adapters=LoraChoice(16))).total / 8
+    whole, adapted = (state_bytes(LLAMA_8B, stage, replace(plain, adapters=a)) for a in (None, ADAPTERS))
+    own = trained_parameters(LLAMA_8B, stage, replace(plain, adapters=ADAPTERS)).total / 8
     gathered = 2 * (2 * 128256 * 4096 + 2 * (4096 * (4096 + 6144 + 3 * 14336) + 2 * 4096))
     assert adapted == pytest.approx(
         {"weights": whole["weights"] + 4 * own, "gradients": 4 * own, "optimizer": 8 * own, "gathered": gathered}
@@ -199,7 +234,7 @@ def test_a_reference_policy_is_a_copy_of_the_weights_unless_adapters_are_trained
     (stage,) = stages(LLAMA_8B, TrainingChoice())
     held = state_bytes(LLAMA_8B, stage, TrainingChoice(reference=True))
     assert held["reference"] == held["weights"]
-    assert "reference" not in state_bytes(LLAMA_8B, stage, TrainingChoice(reference=True, adapters=LoraChoice(16)))
+    assert "reference" not in state_bytes(LLAMA_8B, stage, TrainingChoice(reference=True, adapters=ADAPTERS))
 
 
 def test_given_stages_hold_their_layers() -> None:
@@ -311,8 +346,17 @@ def test_engine_weights_match_vllm_s_published_profile(name: str, tp: int, gib: 
     assert weight_bytes(model(name), GenerationChoice(tp=tp)) / GIB == pytest.approx(gib, rel=0.01)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 4)])
-@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen3-0.6B", "Qwen3-30B-A3B", "gemma-3-1b-it", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"),
+    [
+        pytest.param(name, *sizes, marks=() if sizes in quick else pytest.mark.slow)
+        for name, quick in {
+            "Llama-3.1-8B": [(1, 1), (2, 4)], "Qwen3-0.6B": [(2, 1), (1, 2)], "Qwen3-30B-A3B": [(2, 4)],
+            "gemma-3-1b-it": [(1, 2)], "gpt-oss-20b": [(2, 1)],
+        }.items()
+        for sizes in [(1, 1), (2, 1), (1, 2), (2, 4)]
+    ],
+)  # fmt: skip
 def test_engine_weights_are_those_of_the_fullest_rank(name: str, tp: int, pp: int) -> None:
     """Layers and embeddings as vLLM places them: some families have both embeddings on every stage."""
     facts = model(name)
@@ -398,7 +442,7 @@ def test_packed_layers_count_their_codes_scales_and_zero_points(
     """AWQ: half a byte of code, and for 128 weights two bytes of scale and one of zero point (engine: half a byte).
     A rank's count leaves out the last norm."""
     facts = replace(model(name), quantized=QuantizedBase("awq", 4, 128, left_out=("lm_head",)))
-    choice = TrainingChoice(sharding="full", adapters=LoraChoice(16), reference=True)
+    choice = TrainingChoice(sharding="full", adapters=lora_choice(facts, LoraConfig(rank=16)), reference=True)
     stage = stages(facts, choice)[0]
     states, adapters = state_bytes(facts, stage, choice), trained_parameters(facts, stage, choice).total
     assert states["weights"] == linear * (1 / 2 + 3 / 128) + 4 * (tables + norms + adapters)

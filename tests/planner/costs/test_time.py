@@ -15,6 +15,7 @@ from rlctl.planner.costs.time import (
     logprobs_time,
     micro_batches,
     offload_seconds,
+    refit_terms,
     remote_share,
     state_traffic,
     training_time,
@@ -68,7 +69,7 @@ def test_what_moves_to_host_memory_is_what_a_precision_has() -> None:
     half, single = choice(False, dp=8), replace(choice(False, dp=8), precision="float32")
     seconds = [offload_seconds(request, one) for one in (half, single, choice(True, dp=8))]
     assert [round(12 * one / seconds[0]) for one in seconds] == [12, 8, 8]
-    rate = request.cluster.device.host_link * DEFAULTS.pageable_copy
+    rate = request.cluster.device.host_link * DEFAULTS.pinned_copy
     for one, weights in ((half, 2 * 8.03e9), (single, 4 * 8.03e9), (choice(True, dp=8), 4 * 8.03e9 / 8)):
         alone, shared = (critic_time(request, replace(one, critic=True), c) for c in (False, True))
         moved = 2 * (offload_seconds(request, one) + weights / rate)
@@ -103,7 +104,7 @@ def test_engines_over_nodes_reduce_over_the_network_devices_of_all_their_ranks()
     """Two all-reduces of bfloat16 states a layer, each of which sends everything twice, over 8 NICs of 50 GB/s."""
     facts, cluster = model("DeepSeek-V3"), make_cluster("h100", 4)
     request = Request(facts, cluster, Workload())
-    few, many = (communication_seconds(request, GenerationChoice(tp=32), sequences) for sequences in (1000, 2000))
+    few, many = (communication_seconds(request, GenerationChoice(tp=32))(sequences) for sequences in (1000, 2000))
     moved = 2 * facts.layers * 2 * 1000 * facts.hidden * 2
     assert many - few == pytest.approx(moved / (8 * 50e9 * DEFAULTS.network_efficiency), rel=0.01)
 
@@ -113,3 +114,26 @@ def test_positions_of_a_prompt_need_no_logits() -> None:
     work = Workload(8, 4, 128, max_new_tokens=16, mean_new_tokens=16, prompt_tokens=30)
     assert replace(work, share_prompts=True).predicted_share(1.0) == pytest.approx(64 / 94)
     assert work.predicted_share(1.0) == pytest.approx(16 / 46)
+
+
+@pytest.mark.parametrize(
+    ("name", "engines", "shared", "owned", "held", "split"),
+    [("Qwen3-30B-A3B", 4, {"ep": 8, "dp": 64}, 5.72e9, 15.3e9, {"ep": 8, "dp": 48}),
+     ("Qwen3-235B-A22B", 8, {"tp": 8, "pp": 8, "ep": 8}, 44.8e9, 58.8e9, {"pp": 4, "ep": 8, "dp": 8})],
+    ids=["30B", "235B"],
+)  # fmt: skip
+def test_a_refit_on_shared_devices_takes_what_it_moves(
+    name: str, engines: int, shared: dict[str, int], owned: float, held: float, split: dict[str, int]
+) -> None:
+    """64 H100s. Optimizer states to pinned memory and an engine's old weights back, at four fifths of 55 GB/s; its new
+    weights over 40% of the links, 450 and 50 GB/s; a transfer between devices apart takes 40% of this time or more."""
+    request, generation = Request(model(name), make_cluster("h100", 8)), GenerationChoice(tp=engines)
+    choices = [TrainingChoice(ParallelSpec(**sizes, etp=1)) for sizes in (shared, split)]
+    together, apart = (refit_terms(request, one, generation, c) for one, c in zip(choices, (True, False), strict=True))
+    assert together["offloading"] == pytest.approx(owned / 44e9, rel=0.01)
+    assert together["waking"] == pytest.approx(held / 44e9, rel=0.01)
+    far = held * (7 / 8 if "tp" in shared else 0)
+    assert together["links"] == pytest.approx(far / 20e9 + (held - far) / 180e9, rel=0.01)
+    assert sum(together.values()) < 2.5 * sum(apart.values())
+    discarded = refit_terms(replace(request, discards=True), choices[0], generation, True)
+    assert sum(together.values()) - sum(discarded.values()) == pytest.approx(together["waking"])

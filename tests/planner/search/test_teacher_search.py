@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from rlctl.cli import run
 from rlctl.errors import NoPlanError
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, make_cluster
+from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.request import Workload
 from rlctl.planner.result import Plan
 from rlctl.planner.views.explain import explain
@@ -149,3 +151,65 @@ def test_a_size_that_the_teacher_does_not_take_is_refused() -> None:
         distilling("Qwen3-8B", teacher_tp=7)
     with pytest.raises(NoPlanError, match="the teacher's sizes"):
         distilling("Qwen3-8B", teacher_tp=2, teacher_pp=9)
+
+
+def test_teachers_of_other_architectures_stay_on_the_device_where_they_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(gpus: int, *names: str) -> tuple[dict[str, Any], str]:
+        listed = ", ".join(f"{{model: {name}}}" for name in names)
+        arguments = ["plan", "--model", "Qwen/Qwen3-1.7B", "--gpu", "h100", "--algorithm", "distillation"]
+        arguments += ["--backend", "megatron", "--set", f"teacher.models=[{listed}]", "--gpus-per-node", str(gpus)]
+        assert run([*arguments, "--json"]) == 0
+        made = json.loads(capsys.readouterr().out)
+        assert run([*arguments, "--explain"]) == 0
+        return made, " ".join(capsys.readouterr().out.split())
+
+    def ranks(plan: dict[str, Any]) -> int:
+        return plan["teacher"]["tp"] * plan["teacher"]["pp"]
+
+    small, said = planned(8, "Qwen/Qwen3-8B", "Qwen/Qwen3-1.7B")
+    both = 2 * sum(count(model(name)).total for name in ("Qwen3-8B", "Qwen3-1.7B")) / GIB
+    assert small["memory_gib"]["teacher"]["teacher weights"] == pytest.approx(both / ranks(small), rel=0.05)
+    assert "2 teachers of 2 architectures in turn, all in memory" in said
+    assert "They fit next to each other and the policy." in said
+    large, said = planned(2, "Qwen/Qwen3-32B", "Qwen/Qwen2.5-32B-Instruct")
+    one = 2 * count(model("Qwen3-32B")).total / GIB / ranks(large)
+    assert large["memory_gib"]["teacher"]["teacher weights"] == pytest.approx(one, rel=0.05)
+    assert large["host_memory_gib"] > 2 * 1.9 * one
+    assert "2 teachers of 2 architectures in turn, one in memory" in said
+    assert "the others wait in host memory" in said
+
+
+def test_a_policy_as_its_own_teacher_costs_its_weights_and_a_forward_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*sets: str) -> dict[str, Any]:
+        arguments = ["plan", "--model", "Qwen/Qwen3-8B", "--gpu", "h100", "--json", "--algorithm", "distillation"]
+        arguments += ["--backend", "megatron", "--set", "training.tp=2"]
+        assert run([*arguments, *(part for key in sets for part in ("--set", key))]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    own, larger = planned("teacher.policy=true"), planned("teacher.model=Qwen/Qwen3-8B")
+    assert own["teacher"] is None
+    weights = own["memory_gib"]["training"]["own teacher"]
+    assert weights == pytest.approx(2 * count(model("Qwen3-8B")).total / 2 / GIB, rel=0.01)
+    assert "own teacher" not in larger["memory_gib"]["training"]
+    assert 0 < own["seconds"]["logprobs"] < 2 * larger["seconds"]["logprobs"]
+    average = planned("teacher.policy=true", "teacher.update_every=1", "teacher.update_rate=0.1")
+    more = average["host_memory_gib"] - own["host_memory_gib"]
+    of_eight_ranks = 8 * 4 * count(model("Qwen3-8B")).total / 2 / GIB  # float32, TP2
+    assert more == pytest.approx(of_eight_ranks, rel=0.02)
+
+
+def test_teachers_of_the_same_rows_take_passes_and_reads_of_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """f for a forward pass, m for the moves between host and device, w for reading weights: one teacher takes f + m,
+    two of the same rows 2 f + w + m, and two that are asked for each other's most likely tokens 4 f + 2 w + m."""
+
+    def seconds(models: int, form: str) -> float:
+        listed = ", ".join("{model: Qwen/Qwen3-8B}" for _ in range(models))
+        arguments = ["plan", "--model", "Qwen/Qwen3-1.7B", "--gpu", "h100", "--json", "--algorithm", "distillation"]
+        arguments += ["--set", f"teacher.models=[{listed}]", "--set", f"distillation.loss={form}"]
+        assert run(arguments) == 0
+        return json.loads(capsys.readouterr().out)["teacher"]["seconds"]
+
+    one, two, again = seconds(1, "sampled"), seconds(2, "sampled"), seconds(2, "top-k")
+    read = 2 * count(model("Qwen3-8B")).total / DEFAULTS.disk_bytes_per_s
+    assert 3 * two - 2 * one - again == pytest.approx(read, rel=0.02)
+    assert again > 2 * two - one > two > one

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from rlctl.backends.batching.vocab_projection import VocabProjection
     from rlctl.data.rollouts import MediaPart, RolloutColumns
 
 Fetch = Callable[[list[object]], list[Any]]
@@ -91,8 +92,8 @@ class TrainBatch:
     columns: dict[int, object]
     skipped: tuple[WeightedSequence, ...] = ()
     """Sequences without a gradient, which are in no mini-batch but were counted in the weights of the others."""
-    for_teacher: tuple[tuple[WeightedSequence, ...], ...] = ()
-    """The texts in a teacher's own tokenization; empty: `minibatches`."""
+    for_teachers: Mapping[int, tuple[tuple[WeightedSequence, ...], ...]] = field(default_factory=dict)
+    """The texts in the tokenization of each teacher that has its own; the others read `minibatches`."""
     sources: Mapping[int, str] = field(default_factory=dict)
     """Label of the data source of each group; empty for data without several sources."""
     estimate: AdvantageEstimate | None = None
@@ -119,6 +120,21 @@ class BatchShard:
 
 
 @dataclass(frozen=True)
+class TeacherSpan:
+    """The columns of `teacher_top_RK` and `top_logprobs_RK` that belong to one of several teachers that are compared by
+    themselves."""
+
+    tokens: int
+    """Its most likely tokens, K."""
+    weight_R: torch.Tensor  # float32: its weight among the token's teachers, which add up to 1
+    chunk_R: torch.Tensor | None = None
+    """float32: the token's chunk of the text, or -1 where the teacher has not read it. Then `top_logprobs_RK` has the
+    policy's probabilities in the teacher's vocabulary, and `teacher_top_RK` means over chunks. None: the teacher reads
+    the policy's tokens."""
+    projection: VocabProjection | None = None
+
+
+@dataclass(frozen=True)
 class TokenBatch:
     """The columns of one micro-batch that a loss is computed from, one element for each response token."""
 
@@ -136,8 +152,8 @@ class TokenBatch:
     teacher_logprobs_R: torch.Tensor | None = None  # float32; None: no teacher
     teacher_top_RK: torch.Tensor | None = None  # float32, a teacher's log-probs of its most likely tokens
     top_logprobs_RK: torch.Tensor | None = None  # float32 with gradient, the policy's log-probs of these
-    """With a teacher of another tokenizer: the policy's probabilities in the teacher's vocabulary; `teacher_top_RK` has
-    chunk means."""
+    spans: tuple[TeacherSpan, ...] = ()
+    """Not empty: the columns belong to several teachers, or one with another tokenizer."""
     nll_weights_R: torch.Tensor | None = None  # float32, see WeightedSequence.nll_weight; None: all are 0
     extra_R: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """float32: custom rollout columns (`RolloutColumns.extra_T`) by name; 0 for rollouts without the column."""

@@ -116,5 +116,5 @@ def context_part(row: PackedRow, cp_size: int, cp_rank: int) -> PackedRow:
         media=row.media,
         media_T=None if row.media_T is None else row.media_T[mine],
         further_RK=None if row.further_RK is None else row.further_RK[index_R],
-        projection=row.projection,
+        spans=row.spans,
     )

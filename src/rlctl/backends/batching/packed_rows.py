@@ -10,7 +10,7 @@ position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,12 +22,14 @@ from rlctl.backends.batching.batch import (
     GroupLogprobs,
     MicroBatch,
     RolloutLogprobs,
+    TeacherSpan,
     TokenBatch,
     ValueBatch,
     WeightedSequence,
 )
-from rlctl.data.cross_tokens import Projection
-from rlctl.data.rollouts import CHUNK, LOSS_WEIGHTS, ROUTED_EXPERTS, TEACHER_SAMPLE, MediaPart, RolloutColumns
+from rlctl.backends.batching.mixtures import Mixture, Taught, mixed
+from rlctl.backends.batching.vocab_projection import VocabProjection
+from rlctl.data.rollouts import LOSS_WEIGHTS, ROUTED_EXPERTS, MediaPart, RolloutColumns, chunk_column
 from rlctl.errors import InputError
 
 FILLER = 1
@@ -42,32 +44,6 @@ that."""
 def counted_positions(tokens_T: np.ndarray, media: Sequence[MediaPart]) -> np.ndarray:
     """Return the positions of a model of texts [1, T]."""
     return np.arange(len(tokens_T))[None]
-
-
-@dataclass(frozen=True)
-class VocabProjection:
-    """`Projection` on the device."""
-
-    students_E: torch.Tensor
-    teachers_E: torch.Tensor
-    weights_E: torch.Tensor
-    teacher_vocab: int
-
-    @classmethod
-    def of(cls, projection: Projection, device: torch.device) -> VocabProjection:
-        entries = (projection.students_E, projection.teachers_E, projection.weights_E)
-        students_E, teachers_E, weights_E = (torch.from_numpy(entry_array).to(device) for entry_array in entries)
-        return cls(students_E, teachers_E, weights_E, projection.teacher_vocab)
-
-    def part(self, wanted_K: torch.Tensor, start: int, width: int) -> torch.Tensor:
-        """Return the sparse matrix [K, width] from a rank's part of the student's tokens to some of the teacher's."""
-        place = torch.full((self.teacher_vocab,), -1, device=wanted_K.device)
-        place[wanted_K] = torch.arange(len(wanted_K), device=wanted_K.device)
-        rows_E, columns_E = place[self.teachers_E], self.students_E - start
-        kept_E = (rows_E >= 0) & (columns_E >= 0) & (columns_E < width)
-        indices = torch.stack([rows_E[kept_E], columns_E[kept_E]])
-        size = (len(wanted_K), width)
-        return torch.sparse_coo_tensor(indices, self.weights_E[kept_E], size, check_invariants=False).coalesce()
 
 
 @dataclass(frozen=True)
@@ -105,8 +81,8 @@ class PackedRow:
     """float32: further columns of the rollouts."""
     further_RK: torch.Tensor | None = None
     """int64: further tokens at each position whose log-probs the loss needs."""
-    projection: VocabProjection | None = None
-    """Not None: the further tokens are of a teacher's vocabulary, into which this turns the policy's distribution."""
+    spans: tuple[TeacherSpan, ...] = ()
+    """The teachers that the further tokens belong to, where each is compared by itself."""
     filler_T: torch.Tensor | None = None
     """bool: padding tokens; None: no padding."""
     media: tuple[MediaPart, ...] = ()
@@ -131,6 +107,7 @@ class PackedRow:
             teacher_logprobs_R=columns.get("teacher_logprobs"),
             teacher_top_RK=columns.get("teacher_top"),
             top_logprobs_RK=out[2 : 2 + further].T if further else None,
+            spans=self.spans,
             nll_weights_R=columns.get("nll_weights"),
             extra_R=self.extra_R,
             full_logprobs_R=out[-1] if len(out) > 2 + further else out[0],
@@ -291,10 +268,13 @@ def _extra_columns(
 
 
 def logprobs_by_group(
-    shard: BatchShard, rows: Sequence[Sequence[PackedRow]], outputs: Sequence[torch.Tensor]
+    shard: BatchShard,
+    rows: Sequence[Sequence[PackedRow]],
+    outputs: Sequence[torch.Tensor],
+    chunk: str | None = None,
 ) -> list[GroupLogprobs]:
     """Return a teacher's log-probs by group from float32 [2 + 2 K, R] per row (`chunked_logprobs`), or a reward model's
-    scores from [1, R]."""
+    scores from [1, R]. `chunk`: the column of chunks, for a teacher with another tokenizer."""
     logprobs: dict[int, GroupLogprobs] = {position: {} for position in shard.columns}
     pairs = [
         pair
@@ -302,12 +282,15 @@ def logprobs_by_group(
         for pair in zip(*minibatch_pairs, strict=True)
     ]
     for (micro, row), output in zip(pairs, outputs, strict=True):
-        top = max(0, len(output) - 2) // 2
+        given = row.further_RK is not None  # tokens of all teachers: the output has no ids then
+        top = max(0, len(output) - 2) // (1 if given else 2)
         logprobs_R, tops_RK, ids_RK = output[0], output[2 : 2 + top].T, output[2 + top :].T.int()
+        if row.further_RK is not None:
+            ids_RK = row.further_RK.int()
         for index, rollout in enumerate(micro):
             own_R = row.columns_R["rollout"] == index
-            if CHUNK in row.extra_R:
-                chunk_means = _chunk_means(row.extra_R[CHUNK][own_R], logprobs_R[own_R], ids_RK[own_R], tops_RK[own_R])
+            if chunk is not None:
+                chunk_means = _chunk_means(row.extra_R[chunk][own_R], logprobs_R[own_R], ids_RK[own_R], tops_RK[own_R])
             else:
                 chunk_means = RolloutLogprobs(*(part[own_R].cpu().numpy() for part in (logprobs_R, ids_RK, tops_RK)))
             logprobs[rollout.position][rollout.key] = chunk_means
@@ -326,42 +309,154 @@ def _chunk_means(
 def add_teacher_logprobs(
     shard: BatchShard,
     rows: Sequence[Sequence[PackedRow]],
-    handles: Mapping[int, Sequence[object]],
+    handles: Mapping[int, Sequence[Taught]],
     fetch: Fetch,
-    projection: VocabProjection | None = None,
+    mixture: Mixture,
+    projections: Mapping[int, VocabProjection],
 ) -> None:
-    """Add a teacher's log-probs (`handles` by group) to each row. `projection`: the teacher has another tokenizer."""
+    """Add the log-probs of a teacher, of a mixture of several, or of each of several (`handles` by group), to each row.
+    `projections`: of the teachers with another tokenizer, by number."""
+    if mixture.separate:
+        _add_spans(shard, rows, handles, fetch, projections)
+        return
     groups: dict[int, GroupLogprobs] = {}
     for position in shard.columns:
-        groups[position] = {key: column for part in fetch(list(handles[position])) for key, column in part.items()}
+        teachers = [(taught.weight, _fetched(taught.handles, fetch)) for taught in handles[position]]
+        groups[position] = {
+            key: mixed([(weight, logprobs[key]) for weight, logprobs in teachers], mixture) for key in teachers[0][1]
+        }
+    for micro, row in _loaded(shard, rows):
+        parts = [groups[rollout.position][rollout.key] for rollout in micro]
+        row.columns_R["teacher_logprobs"] = _joined(row, [part.logprobs_R for part in parts])
+        if parts[0].top_ids_RK.shape[1]:
+            row.columns_R["teacher_top"] = _joined(row, [part.top_logprobs_RK for part in parts])
+            row.further_RK = _joined(row, [part.top_ids_RK for part in parts]).long()
+
+
+def _loaded(shard: BatchShard, rows: Sequence[Sequence[PackedRow]]) -> Iterator[tuple[MicroBatch, PackedRow]]:
+    """Yield the micro-batches that are not empty, with their rows."""
     for micros, minibatch_rows in zip(shard.minibatches, rows, strict=True):
         for micro, row in zip(micros, minibatch_rows, strict=True):
-            if not micro:
-                continue
-            if projection is not None:
-                _add_chunks(row, [groups[rollout.position][TEACHER_SAMPLE, 0] for rollout in micro])
-                row.projection = projection
-                continue
-            parts = [groups[rollout.position][rollout.key] for rollout in micro]
-            row.columns_R["teacher_logprobs"] = _joined(row, [part.logprobs_R for part in parts])
-            if parts[0].top_ids_RK.shape[1]:
-                row.columns_R["teacher_top"] = _joined(row, [part.top_logprobs_RK for part in parts])
-                row.further_RK = _joined(row, [part.top_ids_RK for part in parts]).long()
+            if micro:
+                yield micro, row
 
 
-def _add_chunks(row: PackedRow, logprobs: Sequence[RolloutLogprobs]) -> None:
-    chunk_R, text_R = row.extra_R[CHUNK].cpu().numpy(), row.columns_R["rollout"].cpu().numpy()
+@dataclass(frozen=True)
+class _TaughtGroup:
+    """What the teachers of a group say."""
+
+    share: dict[int, float]
+    """The weight of each, divided by their sum."""
+    logprobs: dict[int, GroupLogprobs]
+
+
+def _add_spans(
+    shard: BatchShard,
+    rows: Sequence[Sequence[PackedRow]],
+    handles: Mapping[int, Sequence[Taught]],
+    fetch: Fetch,
+    projections: Mapping[int, VocabProjection],
+) -> None:
+    groups: dict[int, _TaughtGroup] = {}
+    for position in shard.columns:
+        total = sum(taught.weight for taught in handles[position])
+        groups[position] = _TaughtGroup(
+            {taught.teacher: taught.weight / total for taught in handles[position]},
+            {taught.teacher: _fetched(taught.handles, fetch) for taught in handles[position]},
+        )
+    for micro, row in _loaded(shard, rows):
+        of_rollouts = [groups[rollout.position] for rollout in micro]
+        text_R, tops, ids, spans = row.columns_R["rollout"], [], [], []
+        logprobs_R = torch.zeros_like(row.columns_R["rollout_logprobs"])
+        for teacher in sorted({teacher for group in of_rollouts for teacher in group.share}):
+            if (projection := projections.get(teacher)) is None:
+                logprobs = [
+                    _own(group, teacher, rollout.key) for group, rollout in zip(of_rollouts, micro, strict=True)
+                ]
+                top_RK, ids_RK, each_R = _in_tokens(row, logprobs)
+                chunk_R = None
+            else:
+                each_R, logprobs = None, [_own(group, teacher, None) for group in of_rollouts]
+                top_RK, ids_RK, chunk_R = _in_chunks(row, logprobs, row.extra_R[chunk_column(teacher)])
+            shares = torch.tensor([group.share.get(teacher, 0.0) for group in of_rollouts])
+            weight_R = shares.to(text_R.device)[text_R]
+            logprobs_R += weight_R * (row.columns_R["rollout_logprobs"] if each_R is None else each_R)
+            spans.append(TeacherSpan(top_RK.shape[1], weight_R, chunk_R, projection))
+            tops.append(top_RK)
+            ids.append(ids_RK)
+        row.columns_R |= {"teacher_logprobs": logprobs_R, "teacher_top": torch.cat(tops, 1)}
+        row.further_RK, row.spans = torch.cat(ids, 1).long(), tuple(spans)
+
+
+def _own(group: _TaughtGroup, teacher: int, key: tuple[int, int] | None) -> RolloutLogprobs | None:
+    """Return the teacher's log-probs of a rollout (`key` None: of the only text of its tokenization), or None where it
+    does not teach the group."""
+    if (logprobs := group.logprobs.get(teacher)) is None:
+        return None
+    return next(iter(logprobs.values())) if key is None else logprobs[key]
+
+
+def _in_tokens(
+    row: PackedRow, logprobs: Sequence[RolloutLogprobs | None]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log-probs [R, K] and ids [R, K] of likely tokens, and the log-probs [R] of the chosen ones; where the
+    teacher does not teach the rollout, any tokens with equal probabilities."""
+    counts = row.columns_R["rollout"].bincount(minlength=len(logprobs)).tolist()
+    top = next(part.top_ids_RK.shape[1] for part in logprobs if part is not None)
+    untaught = (
+        RolloutLogprobs(
+            np.zeros(count, np.float32), np.arange(top, dtype=np.int32)[None].repeat(count, 0),
+            np.full((count, top), -np.log(top), np.float32),
+        )
+        for count in counts
+    )  # fmt: skip
+    parts = [part or other for part, other in zip(logprobs, untaught, strict=True)]
+    columns = ("top_logprobs_RK", "top_ids_RK", "logprobs_R")
+    top_RK, ids_RK, logprobs_R = (_joined(row, [getattr(part, name) for part in parts]) for name in columns)
+    return top_RK, ids_RK, logprobs_R
+
+
+def add_teacher_tokens(
+    shard: BatchShard,
+    rows: Sequence[Sequence[PackedRow]],
+    handles: Mapping[int, Sequence[Sequence[object]]],
+    fetch: Fetch,
+) -> None:
+    """Give each row the most likely tokens of all teachers (`handles` by group and teacher) as its further tokens."""
+    groups = {at: [_fetched(parts, fetch) for parts in handles[at]] for at in shard.columns}
+    for micro, row in _loaded(shard, rows):
+        ids = [
+            np.concatenate([logprobs[rollout.key].top_ids_RK for logprobs in groups[rollout.position]], 1)
+            for rollout in micro
+        ]
+        row.further_RK = _joined(row, ids).long()
+
+
+def _fetched(handles: Sequence[object], fetch: Fetch) -> GroupLogprobs:
+    return {key: column for part in fetch(list(handles)) for key, column in part.items()}
+
+
+def _in_chunks(
+    row: PackedRow, logprobs: Sequence[RolloutLogprobs | None], chunk_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the log-probs [R, K] of a teacher with another tokenizer, the ids [R, K] of its tokens, and the chunks [R]
+    of the row's tokens, -1 where the teacher has not read them or does not teach the text."""
+    all_chunks_R, text_R = chunk_R.cpu().numpy(), row.columns_R["rollout"].cpu().numpy()
+    top = next(part.top_ids_RK.shape[1] for part in logprobs if part is not None)
     chunks, tops, ids = [], [], []
     for text, rollout_logprobs in enumerate(logprobs):
-        own_R = chunk_R[text_R == text]
+        own_R = all_chunks_R[text_R == text]
+        if rollout_logprobs is None:
+            chunks.append(np.full(len(own_R), -1, np.float32))
+            tops.append(np.full((len(own_R), top), -np.log(top), np.float32))
+            ids.append(np.arange(top, dtype=np.int32)[None].repeat(len(own_R), 0))
+            continue
         assert rollout_logprobs.chunks_C is not None  # the teacher's columns have them, too
         place_R = np.searchsorted(rollout_logprobs.chunks_C, own_R).clip(max=len(rollout_logprobs.chunks_C) - 1)
         chunks.append(np.where(rollout_logprobs.chunks_C[place_R] == own_R, own_R, -1))
         tops.append(rollout_logprobs.top_logprobs_RK[place_R])
         ids.append(rollout_logprobs.top_ids_RK.repeat(len(own_R), 0))
-    row.extra_R[CHUNK] = _joined(row, chunks)
-    row.columns_R |= {"teacher_logprobs": row.columns_R["rollout_logprobs"], "teacher_top": _joined(row, tops)}
-    row.further_RK = _joined(row, ids).long()
+    return _joined(row, tops), _joined(row, ids), _joined(row, chunks).float()
 
 
 def _joined(row: PackedRow, parts: list[np.ndarray]) -> torch.Tensor:

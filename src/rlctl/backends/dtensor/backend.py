@@ -11,11 +11,12 @@ from rlctl.backends.lookup import PolicyBackend, SectionArguments
 from rlctl.errors import ConfigError
 from rlctl.models.constraints import fsdp_problems
 from rlctl.models.facts import ModelFacts
-from rlctl.models.families import weights_of
+from rlctl.models.families import has_file, weights_of
 from rlctl.models.matrices import Role
 from rlctl.models.quantized import quantization_problems
 from rlctl.models.quantized_base import packed_problems
 from rlctl.settings.data import VisionPart
+from rlctl.weights.adapter_sites import dropout_problem, saved_whole, sites
 from rlctl.weights.dtensor import DTensorWorld
 
 MATRIX = 2
@@ -46,7 +47,7 @@ def arguments(spec: PolicySpec) -> list[SectionArguments]:
 
 def refuse(spec: PolicySpec) -> None:
     """Raise ConfigError for the first key that this backend cannot do, with what does it."""
-    other = "" if spec.facts.listed else ", or use --backend megatron"  # which needs the family's file
+    other = ", or use --backend megatron" if has_file(spec.facts.family) else ""
     for problem in fsdp_problems(spec.facts, spec.parallel):
         raise ConfigError(f"{problem.key}: {problem.message}.", f"Change it{other}.")
     for key, reason in _not_there(spec):
@@ -67,17 +68,37 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
     yield from _of_packed_layers(spec)
     if spec.router_replay and spec.facts.moe is None:
         yield "training.router_replay", "the model has no experts"
-    elif spec.router_replay and spec.facts.listed:
+    elif spec.router_replay and not has_file(spec.facts.family):
         yield "training.router_replay", f"how routers of {spec.facts.family} weigh experts is not known"
     if spec.lora.rank and not spec.facts.takes_adapters:
         reason = f"layers of {spec.facts.family} hold no linear layers of torch, which adapters are for"
         yield "training.lora.rank", reason
+    yield from _of_adapters(spec)
     if _has_unknown_routers(spec.facts):
         reason = f"which of its tensors routers of {spec.facts.family} are is not known"
         if spec.freeze_router:
             yield "training.freeze_router", reason
         if spec.lora.rank:
-            yield "training.lora.rank", f"{reason}, and these take no adapters"
+            yield "training.lora.rank", f"{reason}, and training.lora.targets tells them apart"
+
+
+def _of_adapters(spec: PolicySpec) -> Iterator[tuple[str, str]]:
+    roles = {weights_of(spec.facts).by_tensor[t][0].role for t in saved_whole(spec.facts, spec.lora).values()}
+    if spec.valued and Role.HEAD in roles:
+        yield "training.lora.modules_to_save", "a value model has no output layer of the model's"
+    if problem := dropout_problem(spec.facts, spec.lora):
+        yield "training.lora.dropout", problem
+    places = [site.place for site in sites(spec.facts, spec.lora).all] if spec.lora.rank else []
+    if spec.freeze_router and (router := next((place for place in places if place.role is Role.ROUTER), None)):
+        yield "training.freeze_router", f"training.lora.targets has an adapter on the router {router.module}"
+    for place in places:
+        if place.is_expert and place.param.endswith(".weight"):
+            yield (
+                "training.lora.targets",
+                f"{place.module} is a module of stacked matrices, which adapters do not cover",
+            )
+        if place.transposed and spec.parallel.tp > 1:
+            yield f"training.tp = {spec.parallel.tp}", f"adapters on {place.module} are not divided"
 
 
 def _of_packed_layers(spec: PolicySpec) -> Iterator[tuple[str, str]]:

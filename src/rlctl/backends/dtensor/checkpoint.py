@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.muon import MOMENTUM, muon_of
-from rlctl.backends.policy_rank import Save
+from rlctl.backends.policy_rank import Save, on_host
 from rlctl.checkpoints.background_writes import Snapshot, write_items
 from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.megatron_model import STEP
@@ -59,13 +59,13 @@ class DTensorSave(Save):
         self,
         directory: Path,
         weights: Mapping[str, Tensor],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         group: Any,
         *,
         copies: bool = True,
     ) -> None:
-        """`group`: of all ranks, for saves alone. What they exchange in the background must not meet what training
-        does."""
+        """`optimizer` None: of a teacher. `group`: of all ranks, for saves alone. What they exchange in the background
+        must not meet what training does."""
         self._group = group
         self._state = dict(_state(weights, optimizer))
         tensors = {name: local_part(value) for name, value in self._state.items()}
@@ -90,15 +90,34 @@ def load(directory: Path, weights: Mapping[str, Tensor], optimizer: torch.optim.
     if missing:
         raise InputError(f"{directory} holds no {min(missing)}.", "Is it a checkpoint of the same model?")
     state_dict_loader.load(state, checkpoint_id=str(directory))
-    for own in optimizer.state.values():
-        if "step" in own:
-            own["step"].fill_(float(state[STEP]))
+    _set_count(optimizer, int(state[STEP]))
+
+
+def copied(weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return host copies of this rank's weights and states."""
+    return {name: on_host(local_part(value)) for name, value in _state(weights, optimizer)}
+
+
+@torch.no_grad()
+def restore(states: Mapping[str, Tensor], weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Write what `copied` returned into live weights and states."""
+    for name, value in _state(weights, optimizer):
+        local_part(value).copy_(states[name])
+    _set_count(optimizer, int(states[STEP]))
+
+
+def _set_count(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for moments in optimizer.state.values():
+        if "step" in moments:
+            moments["step"].fill_(float(steps))
     if (muon := muon_of(optimizer)) is not None:
-        muon.steps = int(state[STEP])
+        muon.steps = steps
 
 
-def _state(weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _state(weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, value.detach()) for name, value in weights.items())
+    if optimizer is None:
+        return
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     muon, step = muon_of(optimizer), torch.zeros(())
     if muon is not None:

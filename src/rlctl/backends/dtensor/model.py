@@ -20,6 +20,7 @@ from rlctl.backends.base import PolicySpec
 from rlctl.backends.batching.context_parallel import Gather, GatherValues, JoinContext, context_part
 from rlctl.backends.batching.packed_rows import PackedRow, RowUnit
 from rlctl.backends.batching.row_attention import RowAttention, attend
+from rlctl.backends.dtensor import exact
 from rlctl.backends.dtensor.experts import Replay, experts_of, install_replay, spread
 from rlctl.backends.dtensor.lora import adapt, begin
 from rlctl.backends.dtensor.mixed_precision import mixed_precision
@@ -117,9 +118,12 @@ def selective_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return checkpoint(row_attention, *args, use_reentrant=False, **kwargs)
 
 
-def register_attention() -> None:
+def prepare_process(spec: PolicySpec) -> None:
+    """Tell transformers of the attention over rows, and replace operations where `spec` asks for exact ones."""
     AttentionInterface.register(ATTENTION, row_attention)
     AttentionInterface.register(f"{ATTENTION}_selective", selective_attention)
+    if spec.exact:
+        exact.install()
 
 
 class PolicyModel(nn.Module):
@@ -129,7 +133,7 @@ class PolicyModel(nn.Module):
     def __init__(self, inner: Any, groups: Groups, spec: PolicySpec) -> None:
         super().__init__()
         self._context, self._tensor = groups.group("cp"), groups.group("tp")
-        self.inner, self._teaches = inner, spec.teaches
+        self.inner, self.teaches = inner, spec.teaches
         self._head = self._sampled_from(head_of(inner), spec)
         self._temperature, self._truncation = spec.temperature, spec.truncation
         self._chunk = spec.logprob_chunk_tokens
@@ -194,7 +198,7 @@ class PolicyModel(nn.Module):
         hidden_U = hidden_TH.index_select(0, part.sources_U)
         vocab = VocabPart(self._tensor, self._tensor.rank() * self._vocab // self._tensor.size())
         return row_logprobs(
-            hidden_U, part, self._head, vocab, self._temperature, self._truncation, self._chunk, self._teaches,
+            hidden_U, part, self._head, vocab, self._temperature, self._truncation, self._chunk, self.teaches,
             self._context,
         )  # fmt: skip
 

@@ -1,14 +1,10 @@
 """Linear layers of quantized bases, packed in memory and dequantized for each product, forward and backward.
 
-A layer adds its adapter to the product, as engines do with a packed base: merged weights would need other codes.
-
 Shapes: O outputs, I inputs, r rank.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +30,6 @@ class PackedLinear(nn.Linear):
 
     def matrix(self) -> PackedMatrix:
         return PackedMatrix(self.bits, self.codes, self.zeros, self.scales)
-
-    bare: bool = False
-    """Whether adapters, which the weight does not contain, are left out."""
 
     def forward(self, input: Tensor) -> Tensor:
         return _Product.apply(input, self.matrix(), self.bias)
@@ -102,16 +95,3 @@ def load_packed(inner: nn.Module, directory: Path) -> None:
         for buffer, values in ((layer.codes, matrix.codes), (layer.zeros, matrix.zeros), (layer.scales, matrix.scales)):
             buffer.copy_(values)
         model.source.drop(tensor)
-
-
-@contextlib.contextmanager
-def without_adapters(inner: nn.Module) -> Iterator[None]:
-    """Leave adapters out of packed layers in the block."""
-    layers = list(packed_layers(inner).values())
-    for layer in layers:
-        layer.bare = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.bare = False

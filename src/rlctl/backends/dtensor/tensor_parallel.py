@@ -80,7 +80,7 @@ def _divided(
     stored = parameter.detach() if adapter else parameter.detach().view(world.modules.params[name].shape)
     axis = world.adapter_axis(name) if adapter else world.axis(name)
     places = [Replicate() if axis is None else Shard(axis)]
-    if experts is not None and world.is_expert(name):
+    if experts is not None and world.is_expert(world.adapted(name)[0] if adapter else name):
         stored = distribute_tensor(stored, experts, [Shard(0), *places], src_data_rank=None)
     elif mesh.size() > 1:
         stored = distribute_tensor(stored, mesh, places, src_data_rank=None)
@@ -88,14 +88,14 @@ def _divided(
 
 
 def _view(world: DTensorWorld, name: str, group: Any) -> View:
-    module, _, leaf = name.rpartition(".")
-    role = world.roles.get(f"{module}.weight" if leaf == "lora_b" else name)
+    param, which = world.adapted(name) if is_adapter(name) else (name, "")
+    role = None if which == "lora_a" else world.roles.get(param)
     heads, width = world.facts.kv_heads, world.facts.head_dim
     if role in KEYS_AND_VALUES and heads < group.size():
         return partial(_one_head, group.rank() * heads // group.size() * width, width)
     if role in ROW_BIASES:
         return lambda parameter: local_view(parameter) / group.size()
-    if world.is_expert(name) and len(world.modules.params[name].shape) == GATE_AND_UP_APART:
+    if which != "lora_a" and world.is_expert(param) and len(world.modules.params[param].shape) == GATE_AND_UP_APART:
         return lambda parameter: local_view(parameter).flatten(1, 2)
     return local_view
 

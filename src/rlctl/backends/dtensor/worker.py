@@ -16,23 +16,32 @@ from torch import Tensor, nn
 from rlctl.backends.batching.batch import BatchShard, Fetch
 from rlctl.backends.batching.packed_rows import PackedRow
 from rlctl.backends.dtensor.backend import layouts
-from rlctl.backends.dtensor.lora import adapter_parameters, adapters, require_called, set_part
-from rlctl.backends.dtensor.packed_linear import load_packed, packed_layers, without_adapters
+from rlctl.backends.dtensor.lora import (
+    adapter_parameters,
+    adapters,
+    drop_inputs,
+    held_adapters,
+    require_called,
+    set_part,
+)
+from rlctl.backends.dtensor.packed_linear import load_packed, packed_layers
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.host_memory import HostMemory, Offloaded
 from rlctl.backends.lora_adapter import Adapter, is_adapter
-from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
+from rlctl.backends.policy_rank import HeadTap, LossOf, Paths, PolicyRank, Save, Spans
 from rlctl.backends.results import LossScale, StepOutcome
-from rlctl.checkpoints.rank_loading import load_adapters, load_rank, load_value_head, published_value_head
+from rlctl.checkpoints.megatron.lora_weights import of_site
+from rlctl.checkpoints.rank_loading import Pairs, load_rank, load_value_head, published_value_head
 from rlctl.data.rollouts import MediaPart
-from rlctl.errors import InputError
 from rlctl.models.matrices import BUFFER_ROLES, Role
 from rlctl.models.vision import VISION_FAMILIES
 from rlctl.vector_math import warm_up
-from rlctl.weights.dtensor import DTensorWorld, param_names
+from rlctl.weights.adapter_sites import saved_whole
+from rlctl.weights.dtensor import DTensorWorld
 from rlctl.weights.rounding import narrowed
 
 if TYPE_CHECKING:
+    from rlctl.backends.base import Teaching
     from rlctl.backends.dtensor.model import Groups
 
 HEAD = "value_head.weight"
@@ -50,10 +59,10 @@ class DTensorWorker(PolicyRank):
     # --- life cycle
 
     def prepare(self) -> None:
-        from rlctl.backends.dtensor.model import register_attention
+        from rlctl.backends.dtensor.model import prepare_process
 
         warm_up()
-        register_attention()
+        prepare_process(self.spec)
 
     def join_groups(self) -> Groups:
         from rlctl.backends.dtensor.model import Groups
@@ -75,6 +84,8 @@ class DTensorWorker(PolicyRank):
             frozen |= {name for name in world.roles if family.part_of(name) in (*spec.freeze, "sound")}
         kind = ValueModel if self.spec.valued else PolicyModel
         self.model = build_model(spec, world, self.groups, self.device, frozen, kind)
+        if self.dropout is not None:
+            drop_inputs(self.model.inner, self.dropout)
         self.optimizer = build_optimizer(spec, self.model) if spec.teaches is None else None
         if self.optimizer is not None and spec.optimizer.optimizer == "muon":
             use_muon(self.optimizer, spec, world, self.rank, self.model.inner)
@@ -139,7 +150,10 @@ class DTensorWorker(PolicyRank):
     def saved(self) -> dict[str, Tensor]:
         """Return a checkpoint's tensors by name: all weights, or adapters and a value head."""
         head = {HEAD: self.model.get_parameter("head.weight")} if self.spec.valued else {}
-        return (adapter_parameters(self.model.inner) if self.spec.lora.rank else self._named()) | head
+        if not self.spec.lora.rank:
+            return self._named() | head
+        whole = {name: self.model.inner.get_parameter(name) for name in saved_whole(self.spec.facts, self.spec.lora)}
+        return adapter_parameters(self.model.inner) | whole | head
 
     def _reshard(self) -> None:
         from rlctl.backends.dtensor.model import fsdp_modules
@@ -180,11 +194,6 @@ class DTensorWorker(PolicyRank):
         with self.exchanged(others), self.grid.lifted() if self.grid is not None else contextlib.nullcontext():
             yield
 
-    @contextlib.contextmanager
-    def _without_adapters(self) -> Iterator[None]:
-        with without_adapters(self.model.inner), super()._without_adapters():
-            yield
-
     def offload(self, keep_weights: bool) -> Offloaded:
         packed = [buffer for layer in packed_layers(self.model.inner).values() for buffer in layer.buffers()]
         weights = [
@@ -212,6 +221,9 @@ class DTensorWorker(PolicyRank):
 
     # --- batches
 
+    def take_task(self, task: Teaching) -> None:
+        self.model.teaches = task
+
     def clear_gradients(self) -> None:
         if self.optimizer is not None:
             self.optimizer.zero_grad()
@@ -229,6 +241,10 @@ class DTensorWorker(PolicyRank):
             for name, value in self.trained():
                 movement.after(name, value)
             return outcome
+
+    def steps_taken(self) -> int:
+        with self._states_here():
+            return max((int(state["step"]) for state in self._trainer().state.values() if "step" in state), default=0)
 
     def _trainer(self) -> torch.optim.AdamW:
         assert self.optimizer is not None  # nobody asks a teacher
@@ -261,6 +277,12 @@ class DTensorWorker(PolicyRank):
             collected.append(tensors)
         return collected
 
+    def sublayers(self, paths: Paths) -> tuple[Spans, list[HeadTap]]:
+        module = self.model.inner.get_submodule
+        spans: Spans = {point: (module(first), module(last)) for point, (first, last) in paths.items()}
+        tp = self.spec.parallel.tp
+        return spans, [HeadTap(self.model, "_head", self.rank % tp * (self.spec.facts.vocab // tp))]
+
     @property
     def data_group(self) -> Any:
         return self.groups.group("dp")
@@ -281,7 +303,7 @@ class DTensorWorker(PolicyRank):
             # One for all saves of a kind, which follow each other: a new one connects every rank with every other.
             if (group := self._save_groups.get(in_memory)) is None:
                 group = self._save_groups[in_memory] = torch.distributed.new_group(backend="gloo")
-            save = DTensorSave(directory, self.saved(), self._trainer(), group, copies=self.spec.save_copies)
+            save = DTensorSave(directory, self.saved(), self.optimizer, group, copies=self.spec.save_copies)
             if self.spec.optimizer_offload:  # the states leave at the end of the block
                 save.snapshot.keep()
             return save
@@ -293,19 +315,36 @@ class DTensorWorker(PolicyRank):
             self._reshard()
             load(directory, self.saved(), self._trainer())
 
+    def adapter_states(self) -> dict[str, Tensor]:
+        from rlctl.backends.dtensor.checkpoint import copied
+
+        with self._states_here():
+            self._reshard()
+            return copied(self.saved(), self._trainer())
+
+    def set_adapter_states(self, states: dict[str, Tensor]) -> None:
+        from rlctl.backends.dtensor.checkpoint import restore
+
+        with self._states_here():
+            self._reshard()
+            restore(states, self.saved(), self._trainer())
+
     @torch.no_grad()
-    def load_adapters(self, directory: Path) -> None:
+    def take_whole(self, values: dict[str, Tensor]) -> None:
+        world, parameters = self.layouts(), self.parameters()
+        for name, whole in values.items():
+            part = whole[tuple(slice(span.start, span.start + span.count) for span in world.box(name, self.rank))]
+            parameters[name].copy_(part)
+
+    @torch.no_grad()
+    def take_adapters(self, pairs: Pairs, head: Tensor | None) -> None:
         world = self.layouts()
-        stored = load_adapters(directory, world.facts)
-        tensors = {param: tensor for tensor, param in param_names(world.facts).items()}
-        if self.spec.valued:
-            self._load_head(load_value_head(directory))
-        for name, value in adapter_parameters(self.model.inner).items():
-            module, _, which = name.rpartition(".")
-            if f"{module}.weight" not in tensors:
-                raise InputError(f"{directory} holds no adapter of {module}.", "Is it a checkpoint of this run?")
-            a, b = stored[tensors[f"{module}.weight"]]
-            set_part(world, self.rank, name, value, a if which == "lora_a" else b)
+        if head is not None:
+            self._load_head(head)
+        for site, _, *parts in held_adapters(self.model.inner):
+            wholes = of_site(site, pairs, world.modules)
+            for which, part, whole in zip(("lora_a", "lora_b"), parts, wholes, strict=True):
+                set_part(world, self.rank, f"{site.module}.{which}", part, whole)
 
 
 if TYPE_CHECKING:

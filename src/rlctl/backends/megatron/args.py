@@ -96,7 +96,7 @@ def _size_values(facts: ModelFacts) -> dict[str, Any]:
         "glu_linear_offset": facts.glu_offset,
         "add_bias_linear": Role.O_BIAS in weights.roles,
         "add_qkv_bias": facts.qkv_bias,
-        "qk_layernorm": facts.qk_norm,
+        "qk_layernorm": facts.qk_norm and not facts.wide_qk_norm,  # for these it would sum gradients of divided gains
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_method_std": 0.02,
@@ -109,6 +109,7 @@ def _attention_values(facts: ModelFacts) -> dict[str, Any]:
     without_rotary = [int(layer in facts.no_rope_layers) for layer in range(facts.layers)]
     return {
         "softmax_scale": facts.attention_scale,
+        "rotary_interleaved": facts.rope.interleaved and facts.mla is None,  # latent attention takes pairs apart itself
         "softmax_type": "learnable" if Role.SINKS in weights_of(facts).roles else "vanilla",
         # Megatron counts the tokens before the query, published models the query as well
         "window_size": (facts.sliding_window - 1, 0) if facts.sliding_window and any(windowed) else None,

@@ -23,15 +23,17 @@ from rlctl.backends.megatron.args import (
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
+from rlctl.models.matrices import Role
 from rlctl.models.quantized import quantization_problems
+from rlctl.weights.adapter_sites import Site, dropout_problem, sites
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.megatron_names import Experts, Spec
 
 READS = frozenset((
     "family", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_length",
-    "tied_embeddings", "norm_eps", "qkv_bias", "qk_norm", "activation", "glu_limit", "glu_offset", "attention_scale",
-    "scaled_embeddings", "rope", "window_rope", "moe", "mla", "sliding_window", "full_attention_layers",
-    "no_rope_layers", "mtp_layers",
+    "tied_embeddings", "norm_eps", "qkv_bias", "qk_norm", "wide_qk_norm", "activation", "glu_limit", "glu_offset",
+    "attention_scale", "embedding_scale", "residual_scale", "logits_scale", "rope", "window_rope", "moe", "mla",
+    "sliding_window", "full_attention_layers", "no_rope_layers", "mtp_layers",
 ))  # fmt: skip
 """Facts that the model is built from, without `mtp_layers`."""
 
@@ -92,22 +94,54 @@ def refuse_wrong_numbers(spec: PolicySpec) -> None:
             "model.name: Megatron-Core has rotary embeddings in all layers with latent attention.",
             "Train it with --backend dtensor.",
         )
+    for key, cause in _adapter_problems(spec) if spec.lora.rank else ():
+        raise ConfigError(f"training.lora.{key} is refused: {cause}.", "Change it, or use --backend dtensor.")
     if cause := _attention_factor_problem(spec.facts):
         raise ConfigError(f"model.name: {cause}.", "Train it with --backend dtensor.")
     for key, reason in _wrong(spec):
         raise ConfigError(f"megatron.{key} = {spec.megatron[key]} is refused: {reason}.", "Remove it.")
 
 
+def _adapter_problems(spec: PolicySpec) -> Iterator[tuple[str, str]]:
+    """Why Megatron's layers cannot have the adapters that settings name."""
+    if spec.lora.modules_to_save:
+        yield "modules_to_save", "Megatron-Core's embedding and output layer stay frozen beside adapters"
+    if problem := dropout_problem(spec.facts, spec.lora):
+        yield "dropout", problem
+    if spec.lora.dropout and spec.parallel.pp > 1 and (spec.parallel.vpp > 1 or spec.recompute != "none"):
+        yield "dropout", "recomputation and virtual stages mix the micro-batches of training.pp > 1 and their masks"
+    fused: dict[str, Site] = {}
+    for site in sites(spec.facts, spec.lora).all:
+        if site.place.is_expert:
+            if site.place.role is Role.EXPERT_STACK:
+                yield (
+                    "targets",
+                    f"{site.module} is published in one tensor, which has no adapters on Megatron-Core",
+                )
+            if spec.parallel.etp > 1:
+                yield "targets", f"{site.module} is of routed experts, which have no adapters with training.etp > 1"
+            continue
+        first = fused.setdefault(site.place.megatron, site)
+        if first.rank != site.rank:
+            yield (
+                "rank_pattern",
+                (
+                    f"{first.module} has rank {first.rank} and {site.module} has rank {site.rank}, and Megatron-Core "
+                    "computes both in one layer, whose adapters have one rank"
+                ),
+            )
+
+
 def _attention_factor_problem(facts: ModelFacts) -> str:
     """Why Megatron-Core cannot compute with the attention factor of the model's yarn; empty: it can."""
+    if facts.window_rope is not None:
+        return ""  # a part of the scale of scores
     factor = facts.rope.attention_factor
     factor_problem = f"the yarn of config.json has an attention factor of {factor:g}"
     if factor < 1:
         return f"{factor_problem}, and Megatron-Core takes none below 1"
     if factor > 1 and facts.mla is not None:
         return f"{factor_problem}, and Megatron-Core has none in latent attention"
-    if facts.window_rope is not None and facts.window_rope.attention_factor != factor:
-        return f"{factor_problem} for layers without a window alone, and Megatron-Core has one for all layers"
     return ""
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from rlctl.backends.lora_adapter import is_adapter
 from rlctl.backends.megatron.compat import call_known
 from rlctl.backends.megatron.lora import core_of
-from rlctl.backends.megatron.optimizer import count_of, inner_optimizers, make_states, set_count
+from rlctl.backends.megatron.optimizer import count_of, inner_optimizers, make_states, ranges, set_count
 from rlctl.backends.policy_rank import Save
 from rlctl.checkpoints.background_writes import Snapshot, with_own_storage, write_items
 from rlctl.checkpoints.megatron import pickles
@@ -206,7 +206,7 @@ def _states_in_blocks(inner: Any, models: dict[str, Any]) -> dict[int, dict[str,
     leaves = [leaf for leaf in nested_values(models) if isinstance(leaf, ShardedTensor | ShardedTensorFactory)]
     by_param = {leaf.data: leaf for leaf in leaves}
     by_kind: dict[int, dict[str, list[ShardedTensor]]] = {}
-    for number, (param, first, last) in enumerate(_ranges(inner)):
+    for number, (param, first, last) in enumerate(ranges(inner)):
         leaf = by_param[param]
         parts: list[Any] = list(nested_values(leaf.build())) if isinstance(leaf, ShardedTensorFactory) else [leaf]
         states = {name: value.detach() for name, value in inner._get_main_param_and_optimizer_states(param).items()}
@@ -222,15 +222,6 @@ def _states_in_blocks(inner: Any, models: dict[str, Any]) -> dict[int, dict[str,
             if name != "step"
         }
     return by_kind
-
-
-def _ranges(inner: Any) -> Iterator[tuple[Any, int, int]]:
-    """(parameter, first element, end) of this rank's optimizer ranges in flattened parameters."""
-    for of_buffer in inner.gbuf_ranges:
-        for of_dtype in of_buffer.values():
-            for of_bucket in of_dtype:
-                for param, ranges in of_bucket["param_map"].items():
-                    yield param, ranges["param"].start, ranges["param"].end
 
 
 def _blocks_of(
@@ -280,7 +271,7 @@ def blocks_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[t
 
 @torch.no_grad()
 def _take_states(inner: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
-    for number, (param, *_) in enumerate(_ranges(inner)):
+    for number, (param, *_) in enumerate(ranges(inner)):
         states = {name: torch.cat([block.flatten() for block in blocks]) for name, blocks in loaded[number].items()}
         inner._set_main_param_and_optimizer_states(param, states)
 

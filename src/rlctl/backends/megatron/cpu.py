@@ -338,10 +338,12 @@ def _use_few_passes() -> None:
         rotary_interleaved: bool = False,
         multi_latent_attention: bool = False,
         mscale: float = 1.0,
+        *,
+        mla_rotary_interleaved: bool = False,  # 0.19's name for it, and in its place
     ) -> torch.Tensor:
-        width = freqs.shape[-1]
-        if rotary_interleaved or multi_latent_attention or width != t.shape[-1]:
-            return usual_rotation(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
+        width, latent = freqs.shape[-1], multi_latent_attention or mla_rotary_interleaved
+        if rotary_interleaved or latent or width != t.shape[-1]:
+            return usual_rotation(t, freqs, rotary_interleaved, latent, mscale)
         angles = freqs[..., : width // 2]  # the second half repeats it
         return lean.Rotated.apply(t, (angles.cos() * mscale).to(t.dtype), (angles.sin() * mscale).to(t.dtype))
 

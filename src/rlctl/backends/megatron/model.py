@@ -15,6 +15,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
@@ -33,8 +34,10 @@ from rlctl.backends.megatron.modules import (
     RMSNorm,
     RowParams,
     RowRotary,
+    leave_norms_out,
     normed_output,
     own_angles,
+    wide_norm,
 )
 from rlctl.backends.megatron.routing import Replay, hand_out, routers_of, weigh_as_published
 from rlctl.backends.messages import Truncation
@@ -129,6 +132,7 @@ def build_model(
     facts = spec.facts
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     tp = spec.parallel.tp
+    config.qk_layernorm = config.qk_layernorm or facts.wide_qk_norm  # 0.19 takes no norms of queries without it
     model = kind(
         config=config,
         transformer_layer_spec=_layer_spec(spec, config, vp_stage),
@@ -147,18 +151,18 @@ def build_model(
         vocab=facts.vocab,
         teaches=spec.teaches,
     )
+    config.qk_layernorm = config.qk_layernorm and not facts.wide_qk_norm
     _use_row_rotary(model, facts)
     _correct_experts(model, spec.parallel)
     if (moe := facts.moe) is not None:
         for router in routers_of(model):
             weigh_as_published(router, moe)
-    if facts.scaled_embeddings and model.pre_process:
-        model.embedding.register_forward_hook(partial(_scale, facts.hidden**0.5))
+    _use_factors(model, facts)
     for name, param in model.named_parameters() if spec.freeze_router else ():
         if ".router." in name:
             param.requires_grad_(False)
     if spec.lora.rank:
-        adapt(model, spec.lora, spec.seed)
+        adapt(model, spec)
         if kind is ValueModel and model.post_process:
             model.output_layer.requires_grad_(True)  # a new head needs no adapter
     return model.to(spec.device)
@@ -184,20 +188,48 @@ def _correct_experts(model: GPTModel, parallel: ParallelSpec) -> None:
             module.explicit_expert_comm = True
 
 
+def _use_factors(model: Any, facts: ModelFacts) -> None:
+    """Multiply embeddings and what attention and MLP add, and divide logits, by the model's factors."""
+    if facts.embedding_scale != 1 and model.pre_process:
+        model.embedding.register_forward_hook(partial(_scale, facts.embedding_scale))
+    for layer in model.decoder.layers if facts.residual_scale != 1 else ():
+        for module in (layer.self_attention, layer.mlp):
+            module.register_forward_hook(partial(_scale_sum, facts.residual_scale))
+    if facts.logits_scale != 1 and model.post_process and not isinstance(model, ValueModel):
+        model.output_layer.register_forward_hook(partial(_scale_sum, 1 / facts.logits_scale))
+
+
 def _scale(factor: float, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
     """Forward hook: the output times `factor`, rounded to the output's dtype like the published model's."""
     return output * output.new_tensor(factor)
 
 
+def _scale_sum(factor: float, module: nn.Module, args: tuple, output: tuple[Tensor, Tensor | None]) -> tuple:
+    """Forward hook: the output and the bias that Megatron-Core adds to it later, times `factor`."""
+    out, bias = output
+    return out * factor, None if bias is None else bias * factor
+
+
 def _use_row_rotary(model: Any, facts: ModelFacts) -> None:
     if facts.mla is None:
-        model.rotary_pos_emb = RowRotary(facts.rope, facts.head_dim, facts.rope.interleaved, facts.window_rope)
+        width = facts.rope.width(facts.head_dim)
+        model.rotary_pos_emb = RowRotary(facts.rope, width, facts.rope.interleaved, facts.window_rope)
         for layer in model.decoder.layers if facts.window_rope else ():
-            choose = own_angles(facts.is_windowed(layer.layer_number - 1))
-            layer.self_attention.register_forward_pre_hook(choose, with_kwargs=True)
+            _use_own_rope(layer, facts)
         return
     for layer in model.decoder.layers:  # MLA de-interleaves queries and keys itself
         layer.self_attention.rotary_pos_emb = RowRotary(facts.rope, facts.mla.qk_rope_head_dim)
+
+
+def _use_own_rope(layer: Any, facts: ModelFacts) -> None:
+    """Rotate the queries and keys of a layer by the angles of its kind. Megatron-Core has one factor of cosines and
+    sines for all layers; its square belongs to the scores."""
+    windowed = facts.is_windowed(layer.layer_number - 1)
+    layer.self_attention.register_forward_pre_hook(own_angles(windowed), with_kwargs=True)
+    rope = facts.window_rope if windowed else facts.rope
+    if rope is not None and rope.attention_factor != 1:
+        scale = facts.attention_scale or facts.head_dim**-0.5
+        layer.self_attention.core_attention.scale = scale * rope.attention_factor**2
 
 
 def _layer_spec(policy: PolicySpec, config: TransformerConfig, vp_stage: int | None) -> Any:
@@ -205,7 +237,7 @@ def _layer_spec(policy: PolicySpec, config: TransformerConfig, vp_stage: int | N
     use_te = has_transformer_engine(policy)
     if use_te:
         require_transformer_engine()
-    roles = weights_of(policy.facts).roles
+    facts, roles = policy.facts, weights_of(policy.facts).roles
     spec = call_known(
         get_gpt_decoder_block_spec,
         config=config,
@@ -216,16 +248,21 @@ def _layer_spec(policy: PolicySpec, config: TransformerConfig, vp_stage: int | N
     for layer in {id(layer): layer for layer in spec.layer_specs}.values():  # layers that are alike share theirs
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
+        if facts.wide_qk_norm:
+            attention.q_layernorm, attention.k_layernorm = wide_norm(facts.heads), wide_norm(facts.kv_heads)
         if Role.POST_ATTENTION_NORM in roles:
             attention.linear_proj = normed_output(attention.linear_proj)
         if Role.POST_MLP_NORM in roles:
             mlp = mlp_submodules(layer.submodules.mlp)
             mlp.linear_fc2 = normed_output(mlp.linear_fc2)
         if use_te:
+            if Role.ATTENTION_NORM not in roles:
+                leave_norms_out(layer)
             continue
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        before = RMSNorm if Role.ATTENTION_NORM in roles else IdentityOp
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = before
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-            if config.qk_layernorm and getattr(attention, name, None) is not None:
+            if config.qk_layernorm and not facts.wide_qk_norm and getattr(attention, name, None) is not None:
                 setattr(attention, name, RMSNorm)
         if config.multi_latent_attention:
             # Column-parallel layers get a wrong gradient for the key's rotary part under tensor parallelism.
@@ -249,7 +286,7 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
     config = make_config(TransformerConfig if facts.mla is None else MLATransformerConfig, values, passed, "megatron")
     # YaRN multiplies cosines and sines by a factor, which Megatron reads from an attribute that is not a field, as
     # 0.1 ln(scaling) + 1 (`yarn_rotary_pos_embedding.py`).
-    if (factor := facts.rope.attention_factor) > 1:
+    if facts.window_rope is None and (factor := facts.rope.attention_factor) > 1:
         config.yarn_rotary_scaling_factor = math.exp(10 * (factor - 1))  # type: ignore[attr-defined]
     return config
 

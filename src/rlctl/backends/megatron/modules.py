@@ -12,8 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import get_tensor_model_parallel_world_size
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
@@ -21,6 +26,7 @@ from torch import Tensor, nn
 from rlctl.backends.batching.context_parallel import Gather, context_part
 from rlctl.backends.batching.packed_rows import PackedRow
 from rlctl.backends.batching.row_attention import RowAttention, attend
+from rlctl.backends.megatron.compat import mlp_submodules
 from rlctl.models.facts import RopeFacts
 
 
@@ -224,3 +230,43 @@ def normed_output(linear: type) -> type:
             return self.post_layernorm(output), bias
 
     return NormedOutput
+
+
+@cache
+def wide_norm(heads: int) -> type:
+    """Return an RMSNorm of all heads of a token together, as OLMo 2 and MiniMax-M2 have for queries and keys.
+    Tensor-parallel ranks hold the gains of their heads and add up squares."""
+
+    class WideNorm(nn.Module):
+        def __init__(self, hidden_size: int, config: Any, eps: float = 1e-5, **unused: Any) -> None:
+            super().__init__()
+            self.ranks, self.width, self.eps = get_tensor_model_parallel_world_size(), heads * hidden_size, eps
+            self.weight = nn.Parameter(torch.ones(self.width // self.ranks, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """[..., h, d] -> [..., h, d], of this rank's heads."""
+            wide = x.flatten(-2).float()
+            squares = wide.square().sum(-1, keepdim=True)
+            if self.ranks > 1:  # each rank's scores depend on the sum, so that gradients are added up as well
+                squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+            normed = wide * torch.rsqrt(squares / self.width + self.eps)
+            return (normed * self.weight).type_as(x).view_as(x)
+
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+        ) -> dict:
+            """The gains, divided over tensor-parallel ranks as the heads are."""
+            state = self.state_dict(prefix="", keep_vars=True)
+            return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+    return WideNorm
+
+
+def leave_norms_out(layer: Any) -> None:
+    """Have no norms before attention and MLP of a layer's spec, where TransformerEngine fuses them into the linear
+    layers that follow."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+    mlp_submodules(layer.submodules.mlp).linear_fc1 = TEColumnParallelLinear

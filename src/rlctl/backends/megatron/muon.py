@@ -31,12 +31,12 @@ def use_muon(optimizer: Any, spec: PolicySpec, world: MegatronWorld, rank: int, 
     apart = any(_of_experts(param) for param in named.values())
     for inner in inner_optimizers(optimizer):
         experts = any(_of_experts(param) for buffer in inner.buffers for param in buffer.params)
-        own = [m for m in matrices if (m.expert is not None and apart) == experts]
-        holders = {m.tensor: sorted({r for shard in world.shards(m.tensor) for r in shard.ranks}) for m in own}
-        owners = [ranks.index(owner) for owner in owners_of(own, lambda m, holders=holders: holders[m.tensor])]
-        held = list(_held(inner, world, rank, named, own))
+        updated = [m for m in matrices if (m.expert is not None and apart) == experts]
+        holders = {m.tensor: sorted({r for shard in world.shards(m.tensor) for r in shard.ranks}) for m in updated}
+        owners = [ranks.index(owner) for owner in owners_of(updated, lambda m, holders=holders: holders[m.tensor])]
+        held = list(_held(inner, world, rank, named, updated))
         dtype = torch.float32 if spec.dtype == "float32" else torch.bfloat16
-        Muon(inner.optimizer, spec.optimizer, Divided(own, owners, group), held, dtype)
+        Muon(inner.optimizer, spec.optimizer, Divided(updated, owners, group), held, dtype)
 
 
 def _of_experts(param: Tensor) -> bool:

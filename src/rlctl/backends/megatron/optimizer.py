@@ -74,8 +74,8 @@ def build_optimizer(spec: PolicySpec, chunks: list[Any], use_muon: Callable[[Any
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Dense and expert optimizer, without optimizers that have no parameters on this rank."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    """Dense and expert optimizer, without optimizers that have no parameters on this rank; a teacher has none."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer] if optimizer is not None else [])
     return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
 
 
@@ -150,6 +150,24 @@ def count_of(optimizer: Any) -> int:
             int(group.get("step", 0)) for group in inner.optimizer.param_groups if group["params"]
         ]
     return max(counts)
+
+
+def states_of(optimizer: Any) -> Iterator[tuple[str, Any, Tensor, dict[str, Tensor]]]:
+    """Yield the optimizer states of each parameter with a range on this rank: (name, inner optimizer, parameter, states
+    by name). Megatron returns copies of states in host memory."""
+    for place, inner in enumerate(inner_optimizers(optimizer)):
+        for number, (param, *_) in enumerate(ranges(inner)):
+            states = inner._get_main_param_and_optimizer_states(param)
+            yield f"{place}.{number}", inner, param, {name: v for name, v in states.items() if name != "step"}
+
+
+def ranges(inner: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield (parameter, first element, end) of this rank's optimizer ranges in flattened parameters."""
+    for of_buffer in inner.gbuf_ranges:
+        for of_dtype in of_buffer.values():
+            for of_bucket in of_dtype:
+                for param, spans in of_bucket["param_map"].items():
+                    yield param, spans["param"].start, spans["param"].end
 
 
 def finalize_without_scaling(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:

@@ -64,11 +64,11 @@ class Replay(OfMicroBatch):
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
     ) -> tuple[Tensor, Tensor]:
         """(scores, experts) of each token, both [T, K]; Megatron's router calls it in place of its top-k."""
-        own_values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        router_scores, routed = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         replayed = self.take()
         if replayed is None:
-            return own_values, own
-        chosen = torch.where(replayed >= 0, replayed, own)
+            return router_scores, routed
+        chosen = torch.where(replayed >= 0, replayed, routed)
         return scores.gather(1, chosen), chosen
 
 

@@ -13,24 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from rlctl.backends.batching.packed_rows import PackedRow
+from rlctl.backends.hidden_states import NORM, HeadTap, Paths, Spans, layer_point
 from rlctl.backends.host_memory import Offloaded
-from rlctl.backends.lora_adapter import Adapter, is_adapter
+from rlctl.backends.lora_adapter import Adapted, Adapter, Dropout, is_adapter
 from rlctl.backends.megatron import compat, cpu
 from rlctl.backends.megatron.args import auxiliary_losses, has_transformer_engine
 from rlctl.backends.megatron.backend import layouts
-from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
+from rlctl.backends.policy_rank import LossOf, PolicyRank, Save, on_host
 from rlctl.backends.results import StepOutcome
 from rlctl.checkpoints.megatron.lora_weights import fill_layer
-from rlctl.checkpoints.rank_loading import load_adapters, load_rank, load_value_head, published_value_head
+from rlctl.checkpoints.rank_loading import Pairs, load_rank, load_value_head, published_value_head
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.rounding import narrow_into
 
 if TYPE_CHECKING:
+    from rlctl.backends.base import Teaching
     from rlctl.backends.megatron.balance import Balance
-    from rlctl.backends.megatron.lora import AdaptedParallel
 
 HEAD = "output_layer.weight"
 """The head of values."""
+STEPS = "steps"
+"""The number of optimizer steps among the states of an adapter."""
 
 
 class MegatronWorker(PolicyRank):
@@ -76,6 +79,8 @@ class MegatronWorker(PolicyRank):
         with cpu.no_weights_drawn():
             models = [model.build_model(spec, self.config, stage, kind) for stage in stages]
         self.chunks = optimizer.wrap_chunks(spec, self.config, models)
+        if self.dropout is not None:
+            self._drop_inputs(self.dropout)
         self.optimizer: Any = None
         if spec.teaches is None:
             named, world = dict(self._named()), self.layouts()
@@ -93,6 +98,10 @@ class MegatronWorker(PolicyRank):
             scale = self.optimizer.scale_loss
             self._balances = {id(chunk): balance.install(chunk, weights, scale) for chunk in self.chunks}
         cpu.install()  # covers the modules that building has imported
+        if spec.exact:
+            from rlctl.backends.megatron import exact
+
+            exact.install()
         compat.write_checkpoints_in_this_process()
 
     @property
@@ -131,17 +140,27 @@ class MegatronWorker(PolicyRank):
     def adapters(self) -> Iterator[tuple[str, Adapter]]:
         self._gather_parameters()
         for name, layer in self._adapted().items():
-            yield name, Adapter(layer.weight.data, layer.lora_a.data, layer.lora_b.data, layer.scale)
+            yield name, Adapter(layer.weight.data, layer.lora_b.data, layer.parts(layer.lora_a.data))
 
-    def _adapted(self) -> dict[str, AdaptedParallel]:
-        from rlctl.backends.megatron.lora import AdaptedParallel
-
+    def _adapted(self) -> dict[str, Adapted]:
         return {
             f"{self._name(core, name)}.weight": module
             for core in self._cores()
             for name, module in core.named_modules()
-            if isinstance(module, AdaptedParallel)
+            if isinstance(module, Adapted)
         }
+
+    def _drop_inputs(self, dropout: Dropout) -> None:
+        """Set the dropout of every adapter. Row-split layers, and with sequence parallelism all layers, have different
+        inputs, and so different masks, on each rank."""
+        for name, layer in self._adapted().items():
+            divided = "lora_a" in layer.split or self.spec.parallel.sequence_parallel  # type: ignore[attr-defined]
+            layer.dropped = dropout.of_layer(name, bool(divided))
+
+    def steps_taken(self) -> int:
+        from rlctl.backends.megatron.optimizer import count_of
+
+        return count_of(self.optimizer)
 
     def _cores(self) -> list[Any]:
         from rlctl.backends.megatron.lora import core_of
@@ -223,6 +242,10 @@ class MegatronWorker(PolicyRank):
 
     # --- batches
 
+    def take_task(self, task: Teaching) -> None:
+        for core in self._cores():
+            core.teaches = task
+
     def clear_gradients(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -270,6 +293,19 @@ class MegatronWorker(PolicyRank):
             forward_only=forward_only,
         )
 
+    def sublayers(self, paths: Paths) -> tuple[Spans, list[HeadTap]]:
+        spans, heads = Spans(), list[HeadTap]()
+        for core in self._cores():
+            for layer in core.decoder.layers:
+                number = layer.layer_number - 1
+                spans[layer_point(number, "attention")] = (layer.input_layernorm, layer.self_attention)
+                spans[layer_point(number, "mlp")] = (layer.pre_mlp_layernorm, layer.mlp)
+            if core.post_process:
+                spans[NORM] = (core.decoder.final_layernorm, core.decoder.final_layernorm)
+                tp = self.spec.parallel.tp
+                heads.append(HeadTap(core, "_logits", self.rank % tp * (core.vocab_size // tp)))
+        return {point: modules for point, modules in spans.items() if point in paths}, heads
+
     @property
     def data_group(self) -> Any:
         from megatron.core import parallel_state
@@ -288,7 +324,23 @@ class MegatronWorker(PolicyRank):
         from rlctl.backends.megatron.checkpoint import MegatronSave
 
         self._gather_parameters()
-        return MegatronSave(directory, self.chunks, self.optimizer, self._save_strategy, copies=self.spec.save_copies)
+        with self.with_weights(self.averages) if self.averages else contextlib.nullcontext():
+            return MegatronSave(
+                directory, self.chunks, self.optimizer, self._save_strategy, copies=self.spec.save_copies
+            )
+
+    @torch.no_grad()
+    def load_teacher(self, directory: Path) -> None:
+        """A save of averages has float32 weights; these of copies are exact in float32, too."""
+        super().load_teacher(directory)
+        if self.dtype == torch.float32:
+            return
+        world = self.layouts()
+        wide = {name: torch.zeros_like(value.data, dtype=torch.float32, device="cpu") for name, value in self._named()}
+        load_rank(directory, replace(world, dtype="float32"), self.rank, wide, world.facts)
+        self.averages = wide
+        for name, value in self._named():
+            narrow_into(value.data, wide[name].to(value.device), self.rounding)
 
     @cached_property
     def _save_strategy(self) -> Any:
@@ -301,16 +353,43 @@ class MegatronWorker(PolicyRank):
 
         load(directory, self.chunks, self.optimizer)
 
+    def adapter_states(self) -> dict[str, Tensor]:
+        from rlctl.backends.megatron.optimizer import count_of, make_states, states_of
+
+        make_states(self.optimizer)
+        self._gather_parameters()
+        live = {name: on_host(value) for name, value in self.trained()}
+        for place, _, param, states in states_of(self.optimizer):
+            weights = param.untyped_storage().data_ptr()  # in float32 the optimizer's are views of the model's
+            live |= {
+                f"{place}.{name}": on_host(value)
+                for name, value in states.items()
+                if value.untyped_storage().data_ptr() != weights
+            }
+        return live | {STEPS: torch.tensor(count_of(self.optimizer))}
+
     @torch.no_grad()
-    def load_adapters(self, directory: Path) -> None:
-        world, masters = self.layouts(), dict[Tensor, Tensor]()
-        stored, pieces = load_adapters(directory, world.facts), world.layout(self.rank).pieces
+    def set_adapter_states(self, states: dict[str, Tensor]) -> None:
+        from rlctl.backends.megatron.optimizer import set_count, states_of
+
+        for name, value in self.trained():
+            value.copy_(states[name])
+        for place, inner, param, live in states_of(self.optimizer):
+            values = {name: states.get(f"{place}.{name}", value).to(value.device) for name, value in live.items()}
+            inner._set_main_param_and_optimizer_states(param, values)
+        set_count(self.optimizer, int(states[STEPS]))
+
+    @torch.no_grad()
+    def take_adapters(self, pairs: Pairs, head: Tensor | None) -> None:
+        pieces, masters = self.layouts().layout(self.rank).pieces, dict[Tensor, Tensor]()
         for name, layer in self._adapted().items():
             a, b = (torch.zeros_like(part, dtype=torch.float32) for part in (layer.lora_a, layer.lora_b))
-            fill_layer(stored, [piece for piece in pieces if piece.param == name], a, b)
+            held = [piece for piece in pieces if piece.param == name]
+            for part in layer.parts(a):
+                fill_layer(pairs, [piece for piece in held if piece.tensor in part.site.place.tensors], part.a, b)
             masters |= {layer.lora_a: a, layer.lora_b: b}
-        if self.spec.valued and (head := dict(self._named()).get(HEAD)) is not None:
-            masters[head] = load_value_head(directory)
+        if head is not None and (live := dict(self._named()).get(HEAD)) is not None:
+            masters[live] = head
         self._take_masters(masters)
 
 

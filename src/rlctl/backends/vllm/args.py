@@ -15,19 +15,25 @@ from rlctl.backends.vllm.cpu import (
     cpu_has_kernel,
     cpu_head_sizes,
     cpu_latent_widths,
+    has_class,
     packs_latent_attention,
 )
 from rlctl.checkpoints.hf.tokenizer_files import has_both_forms
 from rlctl.errors import ConfigError
 from rlctl.models.constraints import OVERFLOWS_IN_FLOAT16, require_engine_sizes
 from rlctl.models.facts import ModelFacts, RopeFacts
+from rlctl.models.families import has_file
 from rlctl.models.matrices import Role
 from rlctl.settings.config import EngineConfig
 
 WORKER_EXTENSION = "rlctl.backends.vllm.weights.transfer.RlctlWorkerExtension"
-PLAIN_PARAMETERS = "RLCTL_PLAIN_PARAMETERS"
+PLAIN_PARAMETERS, EXACT = "RLCTL_PLAIN_PARAMETERS", "RLCTL_EXACT"
+"""Variables of an engine's processes: `1` keeps parameters as published, and computes with the policy's operations."""
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that draft from the tokens so far, without weights."""
+
+DELTA_RULE = ("KimiLinearForCausalLM", "OlmoHybridForCausalLM")
+"""Families with a gated delta rule in modules of other names than `linear_attn`."""
 
 # vLLM's CPU attention requires multiples of 32; the smallest lets the samples of a prompt share more of its prefill
 # (the default of 128 shares nothing of a shorter prompt).
@@ -80,7 +86,7 @@ def engine_spec(
     # If a CPU's policy waits in host memory, engines that sample ahead pause like engines on a GPU.
     pauses = device == "cpu" and colocated and config.samples_while_training and bool(config.training.offload)
     environment = engine_env(device, threads, ranks=tp * pp * dp, plain_parameters=generation.plain_parameters)
-    environment |= generation.env
+    environment |= ({EXACT: "1"} if config.checks.computes_exactly else {}) | generation.env
     sleeps = bool((arguments | passed).get("enable_sleep_mode"))
     if generation.discard_weights and not sleeps:
         raise ConfigError(
@@ -119,8 +125,7 @@ def _config_overrides(facts: ModelFacts) -> dict[str, Any]:
 def _rope_parameters(rope: RopeFacts, facts: ModelFacts) -> tuple[dict[str, Any], bool]:
     """Return rotary parameters with which every version of vLLM computes like transformers, and whether it needs
     them."""
-    plain = {"rope_type": rope.kind, "rope_theta": rope.theta, **rope.scaling}
-    factor, length = rope.attention_factor, rope.scaling.get("factor", 1.0)
+    plain, factor, length = rope.parameters, rope.attention_factor, rope.scaling.get("factor", 1.0)
     if rope.kind == "dynamic":  # vLLM computes frequencies for the longest length, transformers for a rollout's
         return {k: v for k, v in plain.items() if k != "factor"} | {"rope_type": "default"}, True
     if rope.kind != "yarn" or length <= 1:
@@ -173,6 +178,11 @@ def refuse_unsupported(config: EngineConfig, facts: ModelFacts, device: Device, 
             f"vllm.mm_processor_kwargs = {processor_options}: the engine would read images in "
             "other sizes than the trainer.",
             "Change them in preprocessor_config.json in the model's directory, which both read.",
+        )
+    if layers := _without_class(facts):
+        raise ConfigError(
+            f"model.name: {config.model.name} has {layers}, and this vLLM has no class {facts.family}.",
+            "Train it on texts, without an engine (`rlctl train sft`), or take another model.",
         )
     _refuse_drafts(config.vllm.passed.get("speculative_config"), device)
     if pp > 1 and config.training.router_replay:
@@ -248,17 +258,30 @@ def _refuse_drafts(drafts: Any, device: Device) -> None:
         )
 
 
+def _without_class(facts: ModelFacts) -> str:
+    """Return the layers that need a class in vLLM and have none; empty: all have one. With other layers vLLM runs
+    transformers' modules, whose attention alone it replaces."""
+    if has_file(facts.family) or has_class(facts.family):
+        return ""
+    if any(".kv_a_proj" in tensor.name for tensor in facts.listed):
+        return "latent attention"
+    return "layers that are no attention of transformers' interface" if facts.unpacked else ""
+
+
 def _without_cpu_kernel(facts: ModelFacts) -> str:
     """Return the model's layers that vLLM's CPU build lacks; empty: none."""
+    # 0.32: Qwen3.5's and Qwen3-Next's take no float32, and in bfloat16 a tiny model's log-probs are not numbers.
+    if facts.family in DELTA_RULE or any(".linear_attn." in tensor.name for tensor in facts.listed):
+        return "layers of a gated delta rule"
+    if any(".indexer." in tensor.name for tensor in facts.listed):
+        return "sparse attention"
     scans = any(tensor.name.endswith(".A_log") and len(tensor.shape) > 1 for tensor in facts.listed)
     if scans and not cpu_has_kernel("selective_scan_fwd"):
         return "state-space layers of Mamba's first kind"
     roles = {tensor.role for tensor in facts.listed}
     if Role.EXPERT_UP in roles and Role.EXPERT_GATE not in roles:
         return "experts without a gate"
-    # 0.32: Qwen3.5's and Qwen3-Next's take no float32, and in bfloat16 a tiny model's log-probs are not numbers.
-    delta_rule = any(".linear_attn." in tensor.name for tensor in facts.listed)
-    return "layers of a gated delta rule" if delta_rule or facts.family == "OlmoHybridForCausalLM" else ""
+    return ""
 
 
 def _passed(config: EngineConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ def install() -> None:
     """Repair this process's CPU platform; before the model is loaded."""
     rotate_every_head()
     find_own_experts()
+    choose_experts_without_groups()
     draw_for_kept_tokens_alone()
     gather_unequal_parts()
     start_from_zeros()
@@ -78,6 +79,30 @@ def find_own_experts() -> None:
         kernel(self, *args, **kwargs)
 
     CPUUnquantizedExperts.apply = apply
+
+
+@cache
+def choose_experts_without_groups() -> None:
+    """Make the CPU router treat all experts as one group; call before loading. Without groups it
+    refuses scores by sigmoid, and leaves out the correction bias of scores by softmax (0.32: ERNIE 4.5's log-probs are
+    off by 1.3)."""
+    try:
+        from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+    except ImportError:
+        return
+    make = CPURouter.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        plain = self.scoring_func == "softmax" and self.e_score_correction_bias is None
+        if not (self.use_grouped_topk or plain or self.custom_routing_function) and self.scoring_func in GROUPED:
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+
+    CPURouter.__init__ = __init__  # type: ignore[method-assign]
+
+
+GROUPED = ("softmax", "sigmoid")
+"""Scores that the CPU router computes for groups of experts."""
 
 
 @cache
@@ -174,6 +199,13 @@ def installed_package() -> Path | None:
     """The folder of the installed vLLM, found without importing it."""
     spec = find_spec("vllm")
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def has_class(architecture: str) -> bool:
+    """Whether the installed vLLM lists a class of models; without vLLM, true."""
+    package = installed_package()
+    listed = _text(package / "model_executor" / "models" / "registry.py") if package else ""
+    return not listed or f'"{architecture}"' in listed
 
 
 def cpu_experts_spread() -> bool:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlctl.backends.base import EngineSpec
+from rlctl.backends.hidden_states import Paths, States
 from rlctl.backends.messages import SampleRequest, SampleResult
-from rlctl.backends.vllm import compat
+from rlctl.backends.vllm import compat, hidden_states
 from rlctl.backends.vllm.inflight import AwakeClock, EngineLock, Sample
 from rlctl.backends.vllm.recorded_experts import Span, assembled, merged
 from rlctl.backends.vllm.replicas import LaterHosts, started
@@ -49,6 +50,8 @@ class VllmEngine:
         """Samples that wait for a refit; the refit waits for samples in flight."""
         self._rejected = False
         """The weights in use turned out not to be the policy's."""
+        self._unclean = False
+        """Whether a log-prob that was not finite was returned since the last refit: the cache may hold NaN."""
         self._routed: dict[str, Sample] = {}
         """The samples with recorded experts, and samples that share their prefix."""
         self._spans: dict[str, list[Span]] = {}
@@ -164,6 +167,7 @@ class VllmEngine:
                     routed = self._routing(finished)
                     decode = self._engine.decode
                     results = [self._samples.pop(key).result(routed.get(key), decode) for key in finished]
+                    self._unclean |= not all(np.isfinite(result.logprobs_R).all() for result in results)
                     self._lock.tell()
                     return results
                 if self._held or not self._samples:
@@ -358,6 +362,11 @@ class VllmEngine:
             if self._adapted and end == WEIGHT_END:
                 return 0.0  # a base without its adapters: these complete the refit
             loaded = time.perf_counter()
+            if self._unclean:
+                # Attention multiplies what follows a request's last token in its last block by 0, and NaN times 0 is
+                # NaN: what broken weights left there would reach requests under whole ones (vLLM 0.32 on CPUs).
+                self._rpc("rlctl_clear_cache")
+                self._unclean = False
             # Samples kept in flight recompute their tokens under the new weights.
             if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._samples)):
                 raise WorkerError(f"{self.label} could not drop its prefix cache: requests are still running.")
@@ -402,6 +411,16 @@ class VllmEngine:
         with self._lock.ask():
             self._memory.wake(WEIGHTS)
             return [value for worker in self._rpc("rlctl_weights.values", tensor) for value in worker]
+
+    def record_states(self, paths: Paths) -> None:
+        with self._lock.ask():
+            self._engine.reset_prefix_cache()
+            self._rpc(hidden_states.begin, paths)
+
+    def recorded_states(self, sequence: int, tokens: int, logits: int) -> list[States]:
+        with self._lock.ask():
+            workers = self._rpc(hidden_states.end, sequence, tokens, logits)
+            return [states for of_worker in workers for states in of_worker]
 
     @contextlib.contextmanager
     def _on_hosts(self) -> Iterator[None]:

@@ -339,8 +339,8 @@ class Replicas:
         theirs = self._others.submit(VllmReplica.pause)
         return self._taken(self._first.pause(), theirs.results())
 
-    def _taken(self, own: list[Any], theirs: Sequence[Sequence[NewTokens]]) -> list[Any]:
-        outputs = list(own)
+    def _taken(self, outputs: list[Any], theirs: Sequence[Sequence[NewTokens]]) -> list[Any]:
+        outputs = list(outputs)
         for new_tokens in itertools.chain.from_iterable(theirs):
             if (completion := self._completions.get(new_tokens.name)) is not None:
                 completion.add(new_tokens)

@@ -13,7 +13,7 @@ from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.hf_model import FLOATS, open_hf_model
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.reward_models import SCORE, scorer_config, with_score
-from rlctl.checkpoints.megatron.lora_weights import adapter_keys, read_adapters, scale_of
+from rlctl.checkpoints.megatron.lora_weights import adapter_keys, read_adapters, settings_of
 from rlctl.checkpoints.megatron.megatron_directory import Base, MegatronDirectory, base_of, computed_in, is_of_run
 from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model, value_head
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
@@ -147,7 +147,7 @@ def _merged(megatron: MegatronDirectory, reader: TorchDistReader, config_from: M
     base, (computed, rounding) = base_of(megatron, config_from), computed_in(megatron)
     dtype = computed or reader.shapes[adapter_keys(reader.shapes)[0]].dtype
     under = exported_base(base, dtype)
-    adapters = read_adapters(reader, under.facts, scale_of(base)).computed_in(dtype, rounding)
+    adapters = read_adapters(reader, under.facts, settings_of(base)).computed_in(dtype, rounding)
     world = SingleWorld(adapters.onto(under.world.layout(0)))
     source = Beside(under.source, adapters, adapters.params)
     made = replace(under, world=world, source=source, dtype=dtype, rounding=rounding)

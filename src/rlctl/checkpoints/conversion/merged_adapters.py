@@ -26,6 +26,7 @@ from rlctl.checkpoints.megatron.lora_weights import SavedAdapters
 from rlctl.checkpoints.megatron.megatron_directory import Base
 from rlctl.checkpoints.model_files import ModelFiles
 from rlctl.errors import InputError
+from rlctl.weights.adapter_sites import places
 from rlctl.weights.plan_execution import dtype_of
 from rlctl.weights.transfer_plan import SingleWorld
 
@@ -62,9 +63,14 @@ def merge_into_base(
         for tensor, pair in adapters.items():
             pairs[tensor].append((pair.a.float(), pair.b.float() * (pair.scale * part.weight)))
     summed = {
-        tensor: (torch.cat([a for a, _ in each]), torch.cat([b for _, b in each], 1)) for tensor, each in pairs.items()
+        tensor: (torch.cat([a for a, _ in each], -2), torch.cat([b for _, b in each], -1))
+        for tensor, each in pairs.items()
     }
-    merges = SavedAdapters(summed, 1.0)
+    merges = SavedAdapters(
+        summed,
+        dict.fromkeys(summed, 1.0),
+        transposed=frozenset(tensor for place in places(under.facts) if place.transposed for tensor in place.tensors),
+    )
     made = replace(
         under,
         world=SingleWorld(merges.onto(under.world.layout(0))),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlctl.checkpoints.conversion.hf_megatron import Options, Report, require_undamaged
+from rlctl.checkpoints.conversion.peft_tensors import module_of
 from rlctl.checkpoints.conversion.run_tokenizer import take_tokenizer_of_run
 from rlctl.checkpoints.hf.hf_files import ADAPTERS as CONFIG
 from rlctl.checkpoints.hf.hf_model import without_absent_mtp
@@ -17,14 +19,18 @@ from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.peft_files import PREFIX, WEIGHTS
 from rlctl.checkpoints.hf.text_config import has_text_part
 from rlctl.checkpoints.hf.transformers_model import body_path, meta_model, text_path
-from rlctl.checkpoints.megatron.lora_weights import adapter_keys, read_adapters, scale_of
+from rlctl.checkpoints.megatron.lora_weights import Pairs, adapter_keys, of_site, read_adapters, settings_of
 from rlctl.checkpoints.megatron.megatron_directory import Base, base_of, find
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 from rlctl.checkpoints.model_files import ModelFiles, as_files
 from rlctl.checkpoints.staging import locked, require_replaceable, staged
 from rlctl.config.files import user_path
 from rlctl.errors import InputError, VerificationError
-from rlctl.weights.dtensor import param_names
+from rlctl.models.facts import ModelFacts
+from rlctl.models.matrices import Role
+from rlctl.settings.training import LoraConfig
+from rlctl.weights.adapter_sites import HEAD_NAME, Site, sites
+from rlctl.weights.dtensor import module_layout, param_names
 from rlctl.weights.plan_execution import dtype_of
 
 _T = TypeVar("_T")
@@ -53,18 +59,60 @@ def megatron_to_peft(
     dtype = options.dtype or reader.shapes[stored[0]].dtype
     base = base_of(megatron, as_files(config_from))
     facts = facts_in(base.directory)
-    adapters = read_adapters(reader, without_absent_mtp(facts, reader.shapes), scale_of(base))
-    params = param_names(facts)
-    pairs = {params[name].removesuffix(".weight"): pair for name, pair in adapters.pairs.items()}
-    others: Collection[str] = params.values()
+    lora = settings_of(base)
+    adapters = read_adapters(reader, without_absent_mtp(facts, reader.shapes), lora)
+    others: Collection[str] = param_names(facts).values()
+    adapted = {site.module: (pair, site) for site, pair in _by_site(adapters.pairs, facts, lora)}
     if (whole := whole_model(base)) is not None:
         options.tell(f"the adapters are named for {base_name(base)}, whose text part the run trained")
-        pairs, others = in_whole(pairs, base.directory, whole)
-    modules, parameters = targets(pairs, others, experts=facts.moe is not None)
-    config = adapter_config(base, modules, parameters)
+        if adapters.whole:
+            raise InputError(
+                "--adapter-only: modules_to_save of a multimodal model's text part are not named for the whole model.",
+                "Leave --adapter-only out: the adapters are then merged, and --into writes the whole model.",
+            )
+        adapted, others = in_whole(adapted, base.directory, whole)
+    places = {name: site.place for name, (_, site) in adapted.items()}
+    linear = [name for name, place in places.items() if not place.is_expert and place.role is not Role.ROUTER]
+    modules, parameters = targets(linear, others, experts=facts.moe is not None)
+    parameters += [f"{name}.weight" for name, place in places.items() if place.role is Role.ROUTER]  # no linear layers
+    stacks = [name for name, place in places.items() if place.is_expert]
+    config = adapter_config(base, modules, [*parameters, *stacks])
+    for key, usual in (("rank", lora.rank), ("alpha", lora.alpha)):
+        numbers = {_target(name, parameters): getattr(site, key) for name, (_, site) in adapted.items()}
+        config[f"{key}_pattern"] = patterns(numbers, usual)
+        if config[f"{key}_pattern"]:
+            options.tell(f"{CONFIG} has {key}_pattern, which PEFT reads and vLLM's LoRA slots (0.32) ignore")
+    pairs = {module_of(name, stacks): pair for name, (pair, _) in adapted.items()}
+    tensors = named_for_peft(pairs, dtype) | _named_whole(adapters.whole, facts, dtype)
+    if adapters.whole:
+        config |= {"modules_to_save": [_module(key) for key in tensors if ".lora_" not in key]}
+        config |= {"ensure_weight_tying": facts.tied_embeddings}
     sources = (megatron.root, megatron.shards, base.directory)
     finish = partial(take_tokenizer_of_run, megatron, tell=options.tell)
-    return write_adapter(destination, named_for_peft(pairs, dtype), config, sources, options, finish)
+    return write_adapter(destination, tensors, config, sources, options, finish)
+
+
+def _named_whole(whole: Mapping[str, Any], facts: ModelFacts, dtype: str) -> dict[str, Any]:
+    """Return modules that were trained whole as PEFT names them; a tied embedding is also the head."""
+    params = param_names(facts)
+    named = {f"{PREFIX}{params[tensor]}": value.to(dtype_of(dtype)) for tensor, value in whole.items()}
+    tied = {f"{PREFIX}{HEAD_NAME}.weight": value.clone() for value in named.values()} if facts.tied_embeddings else {}
+    return named | tied
+
+
+def _module(key: str) -> str:
+    """Return the last part of the name of a module that PEFT saves whole."""
+    return key.removesuffix(".weight").rpartition(".")[2]
+
+
+def _by_site(pairs: Pairs, facts: ModelFacts, lora: LoraConfig) -> Iterator[tuple[Site, tuple[Any, Any]]]:
+    """Yield A and B of each site in PEFT's shapes: of E experts A [E r, I] and B [O, r E]."""
+    layout = module_layout(facts, "float32")
+    for site in sites(facts, lora).all:
+        a, b = of_site(site, pairs, layout)
+        if site.place.is_expert:
+            a, b = a.flatten(0, 1), b.flatten(1, -2).permute(1, 2, 0).flatten(1)
+        yield site, (a, b)
 
 
 def write_adapter(
@@ -148,24 +196,47 @@ def targets(
     return sorted(ends if clear else linear), sorted(f"{module}.weight" for module in taken)
 
 
+def _target(module: str, parameters: Collection[str]) -> str:
+    """Return the name that PEFT's patterns match: a parameter's, if it is one of `target_parameters`."""
+    return f"{module}.weight" if f"{module}.weight" in parameters else module
+
+
+def patterns(values: Mapping[str, float], usual: float) -> dict[str, float]:
+    """Return PEFT's rank_pattern or alpha_pattern: numbers other than the `usual` one, by last name parts where all
+    targets of that name have the number, else by whole names."""
+    by_end: dict[str, set[float]] = {}
+    for name, value in values.items():
+        by_end.setdefault(_end(name), set()).add(value)
+    return {
+        re.escape(_end(name) if len(by_end[_end(name)]) == 1 else name): value
+        for name, value in values.items()
+        if value != usual
+    }
+
+
+def _end(name: str) -> str:
+    """Return the last part of a module's name, or the last two of a parameter's."""
+    return ".".join(name.split(".")[-2 if name.endswith(".weight") else -1 :])
+
+
 def adapter_config(base: Base, modules: list[str], parameters: Collection[str] = ()) -> dict[str, Any]:
     def value(key: str) -> Any:
         return base.config.get(key, {}).get("value")
 
-    name = base_name(base)
+    name, lora = base_name(base), settings_of(base)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": name,
         "revision": value("model.revision") if name == value("model.name") else None,
-        "r": value("training.lora.rank"),
-        "lora_alpha": value("training.lora.alpha"),
-        "lora_dropout": 0.0,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
         "target_modules": modules,
         **({"target_parameters": [*parameters]} if parameters else {}),
         "bias": "none",
         "fan_in_fan_out": False,
-        "use_rslora": False,
+        "use_rslora": lora.rslora,
         "use_dora": False,
         "inference_mode": True,
     }

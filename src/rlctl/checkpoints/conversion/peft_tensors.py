@@ -10,30 +10,35 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from rlctl.checkpoints.hf.peft_files import LoraPair, PeftConfig, read_pairs
+from rlctl.checkpoints.hf.peft_files import EXPERT_PARAMETERS, INNER, LoraPair, PeftConfig, read_pairs, target_of
 from rlctl.checkpoints.hf.transformers_model import body_path, meta_model, text_path
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
+from rlctl.weights.adapter_sites import places
 from rlctl.weights.dtensor import module_layout
 from rlctl.weights.layout import Piece, Shape, Span
 
 _T = TypeVar("_T")
-INNER = ".base_layer"
-EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-"""Parameters of transformers' fused experts, in the order in which PEFT wraps them: the first is the innermost."""
 
 
 def adapters_of_tensors(
-    config: PeftConfig, facts: ModelFacts, directory: Path, whole: Path | None = None
+    config: PeftConfig,
+    facts: ModelFacts,
+    directory: Path,
+    whole: Path | None = None,
+    *,
+    whole_modules: bool = False,
 ) -> dict[str, LoraPair]:
     """Return the adapters by published tensor of the base model in `directory`. `whole`: the multimodal model whose
-    text part it is. Raises InputError for modules that the base does not have, and for other shapes."""
+    text part it is; `whole_modules`: tensors of modules_to_save are passed over. Raises InputError for modules that the
+    base does not have, and for other shapes."""
     layout = module_layout(facts, "float32")
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in layout.pieces:
         pieces[piece.param].append(piece)
     tensors = {piece.tensor: piece for piece in layout.pieces}
-    stored = read_pairs(config)
+    transposed = {place.param for place in places(facts) if place.transposed}
+    stored = read_pairs(config, whole_modules=whole_modules)
     if whole is not None:
         stored = _in_text(stored, directory, whole)
     found: dict[str, LoraPair] = {}
@@ -50,22 +55,10 @@ def adapters_of_tensors(
                 f"They are adapters of {config.base}." if config.base else "Name the model that they were trained on.",
             )
         shape = layout.params[param].shape
-        pair = LoraPair(*_checked(config, target, a, b, shape), config.scale_of(target))
+        matrices = _checked(config, target, a, b, shape, transposed=param in transposed)
+        pair = LoraPair(*matrices, config.scale_of(target))
         found |= {piece.tensor: pair for piece, pair in _divided(pair, pieces[param], shape)}
     return found
-
-
-def target_of(module: str, stored: Collection[str], config: PeftConfig) -> str:
-    """Return what PEFT's module adapts, by the name that its patterns match: a layer, or a parameter of one."""
-    first, second = EXPERT_PARAMETERS
-    if module.endswith(f".experts{INNER}"):
-        return f"{module.removesuffix(INNER)}.{first}"
-    parameters = config.values.get("target_parameters") or ()
-    if module.endswith(".experts"):
-        alone = first if any(name.endswith(first) for name in parameters) else second
-        return f"{module}.{second if module + INNER in stored else alone}"
-    weight = f"{module}.weight"
-    return weight if any(weight == name or weight.endswith(f".{name}") for name in parameters) else module
 
 
 def module_of(target: str, targets: Collection[str]) -> str:
@@ -77,10 +70,14 @@ def module_of(target: str, targets: Collection[str]) -> str:
     return target.removesuffix(".weight")
 
 
-def _checked(config: PeftConfig, target: str, a: Tensor, b: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return A [r, I] and B [O, r], or of experts [E, r, I] and [E, O, r], of a matrix or of stacked matrices."""
+def _checked(
+    config: PeftConfig, target: str, a: Tensor, b: Tensor, shape: Shape, *, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return A [r, I] and B [O, r], or of experts [E, r, I] and [E, O, r], of a matrix or of stacked matrices
+    (`transposed`: with inputs before outputs)."""
     rank, experts, inputs = config.rank_of(target), shape[0] if len(shape) > 2 else 1, prod(shape[-1:])
     outputs = prod(shape[:-1]) // experts
+    inputs, outputs = (outputs, inputs) if transposed else (inputs, outputs)
     if (tuple(a.shape), tuple(b.shape)) != ((experts * rank, inputs), (outputs, experts * rank)):
         raise InputError(
             f"{config.label}: {target} has A {list(a.shape)} and B {list(b.shape)}; the base model and "
@@ -96,6 +93,9 @@ def _divided(pair: LoraPair, pieces: list[Piece], shape: Shape) -> Iterator[tupl
     """Yield the adapters of each published matrix in a parameter of transformers' modules."""
     for piece in pieces:
         a, b, box = pair.a, pair.b, piece.param_box
+        if len(shape) > 2 and box[0].count == shape[0]:  # a published stack
+            yield piece, pair
+            continue
         if len(shape) > 2:
             expert, *part = (span.start for span in box[:-2])
             a, b = a[expert], b[expert].unflatten(0, shape[1:-1])

@@ -18,7 +18,7 @@ from typing import Any
 from rlctl.checkpoints import locations
 from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.hf.hf_files import read_config
-from rlctl.checkpoints.hf.model_facts import built_as, facts_in
+from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.reward_models import SCORE
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.checkpoints.hf.text_config import NEXT, has_text_part, text_directory
@@ -32,6 +32,7 @@ from rlctl.errors import InputError, MachineError, RlctlError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.hf_config import replaced_positions
+from rlctl.models.transformers_classes import built_as
 from rlctl.processes.child import call_in_child
 from rlctl.weights.layout import ITEM_BYTES
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,11 @@ from rlctl.checkpoints.hf.transformers_model import (
 from rlctl.errors import InputError
 from rlctl.models.catalog import lookup_entry
 from rlctl.models.facts import ListedTensor, ModelFacts, MoeFacts, RopeFacts, VisionFacts
-from rlctl.models.families import facts_from_hf_config, other_architecture, weights_of
+from rlctl.models.families import facts_from_hf_config, other_architecture, sees, weights_of
 from rlctl.models.hf_config import rope_of
 from rlctl.models.matrices import Role
 from rlctl.models.quantized_base import quantized_base
+from rlctl.models.transformers_classes import built_as
 from rlctl.models.vision import VisionFamily, vision_family
 from rlctl.processes.child import call_in_child
 
@@ -89,21 +88,8 @@ def _from_transformers(name: str, images: bool) -> ModelFacts:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         (directory / "config.json").write_text(json.dumps(entry.config), encoding="utf-8")
-        whole = images or vision_family(entry.config) is None
+        whole = images or not sees(entry.config)
         return facts_in(directory if whole else text_directory(directory))
-
-
-@cache
-def built_as(model_type: str, table: str = "CAUSAL_LM") -> str:
-    """Return the class of a model type in the installed transformers without importing it; empty: none. Remote code may
-    differ in capitals (PhiMoEForCausalLM)."""
-    spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return ""
-    text = (Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
-    listed = text.partition(f"MODEL_FOR_{table}_MAPPING_NAMES")[2].partition("\n)")[0]
-    match = re.search(rf'^ +\("{re.escape(model_type)}", "(\w+)"\),', listed, re.MULTILINE)
-    return match[1] if match else ""
 
 
 @cache

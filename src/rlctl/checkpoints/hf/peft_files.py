@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.checkpoints.hf.hf_files import ADAPTERS, read_object
 from rlctl.checkpoints.hf.safetensors_files import StoredTensor, read_header
 from rlctl.errors import InputError
+from rlctl.weights.adapter_sites import by_pattern
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,11 @@ PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 LORA_TENSOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
 SKIPPED = ".base_layer.weight"
 """PEFT saves the base matrix of an adapted embedding or head too."""
+
+
+INNER = ".base_layer"
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+"""Parameters of transformers' fused experts, in the order in which PEFT wraps them: the first is the innermost."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +80,34 @@ class PeftConfig:
 
     def rank_of(self, name: str) -> int:
         """Return the rank of a module or parameter."""
-        return int(_by_pattern(self.values.get("rank_pattern") or {}, name, self.rank))
+        return int(by_pattern(self.values.get("rank_pattern") or {}, (name,), self.rank))
 
     def scale_of(self, name: str) -> float:
         """Return what B A of a module or parameter is multiplied by."""
         rank = self.rank_of(name)
-        alpha = float(_by_pattern(self.values.get("alpha_pattern") or {}, name, self.alpha))
+        alpha = float(by_pattern(self.values.get("alpha_pattern") or {}, (name,), self.alpha))
         return alpha / (math.sqrt(rank) if self.values.get("use_rslora") else rank)
 
 
-def _by_pattern(patterns: Mapping[str, Any], name: str, usual: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a name from a dot on, as PEFT does."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), usual)
+def target_of(module: str, stored: Collection[str], config: PeftConfig) -> str:
+    """Return what PEFT's module adapts, by the name that its patterns match: a layer, or a parameter of one."""
+    first, second = EXPERT_PARAMETERS
+    if module.endswith(f".experts{INNER}"):
+        return f"{module.removesuffix(INNER)}.{first}"
+    parameters = config.values.get("target_parameters") or ()
+    if module.endswith(".experts"):
+        alone = first if any(name.endswith(first) for name in parameters) else second
+        return f"{module}.{second if module + INNER in stored else alone}"
+    weight = f"{module}.weight"
+    return weight if any(weight == name or weight.endswith(f".{name}") for name in parameters) else module
+
+
+def targets_in(config: PeftConfig) -> dict[str, str]:
+    """Return the layers with adapters by transformers' name of the module or stacked parameter, with the name that
+    PEFT's patterns match. Raises like `modules_in`."""
+    stored = modules_in(config, whole_modules=True)
+    targets = (target_of(module, stored, config) for module in stored)
+    return {target.removesuffix(".weight"): target for target in targets}
 
 
 def read_peft_config(directory: Path, label: str | None = None) -> PeftConfig:
@@ -115,9 +137,10 @@ def read_peft_config(directory: Path, label: str | None = None) -> PeftConfig:
     return PeftConfig(directory, label, values)
 
 
-def modules_in(config: PeftConfig) -> dict[str, dict[str, StoredTensor]]:
+def modules_in(config: PeftConfig, *, whole_modules: bool = False) -> dict[str, dict[str, StoredTensor]]:
     """Return the tensors `A` and `B` by PEFT's module, from the file's header. Raises InputError for a missing or
-    damaged file, and for tensors that are no adapters of linear layers or experts."""
+    damaged file, and for tensors that are no adapters of linear layers or experts (`whole_modules`: but modules trained
+    whole)."""
     path = config.directory / WEIGHTS
     if not path.is_file():
         old = (config.directory / "adapter_model.bin").is_file()
@@ -126,6 +149,8 @@ def modules_in(config: PeftConfig) -> dict[str, dict[str, StoredTensor]]:
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for key, tensor in read_header(path).items():
         match = LORA_TENSOR.fullmatch(key)
+        if match is None and whole_modules and _is_whole(config, key):
+            continue
         if match is None:
             raise _unsupported(config, key.removeprefix(PREFIX))
         modules[match[1]][match[2]] = tensor
@@ -135,12 +160,28 @@ def modules_in(config: PeftConfig) -> dict[str, dict[str, StoredTensor]]:
     return dict(modules)
 
 
-def read_pairs(config: PeftConfig) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def read_pairs(config: PeftConfig, *, whole_modules: bool = False) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Read A and B by PEFT's module. Raises like `modules_in`."""
     from safetensors.torch import load_file
 
-    modules, tensors = modules_in(config), load_file(config.directory / WEIGHTS)
+    modules, tensors = modules_in(config, whole_modules=whole_modules), load_file(config.directory / WEIGHTS)
     return {module: (tensors[pair["A"].name], tensors[pair["B"].name]) for module, pair in modules.items()}
+
+
+def read_whole(config: PeftConfig) -> dict[str, torch.Tensor]:
+    """Read the tensors of modules that were trained whole (`modules_to_save`) by module."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(config.directory / WEIGHTS)
+    names = {key: key.removeprefix(PREFIX).removesuffix(".weight") for key in tensors if _is_whole(config, key)}
+    return {module: tensors[key] for key, module in names.items()}
+
+
+def _is_whole(config: PeftConfig, key: str) -> bool:
+    module = key.removeprefix(PREFIX).removesuffix(".weight")
+    names = [*(config.values.get("modules_to_save") or ())]
+    names += ["lm_head"] if names and config.values.get("ensure_weight_tying") else []  # saved under both names
+    return key.endswith(".weight") and any(module.endswith(name) for name in names)
 
 
 def dtype_in(config: PeftConfig) -> str:

@@ -196,7 +196,7 @@ def _box(published: str, codes: Tensor, side: Tensor, coded_tensor: _Coded) -> L
     import torch
 
     places = side.nonzero()
-    low, high = places.min(0).values.tolist(), places.max(0).values.tolist()
+    low, high = places.amin(0).tolist(), places.amax(0).tolist()
     part_codes = codes[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))]
     short = coded_tensor.codes.shape
     start, last = (

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.checkpoints.hf.hf_files import read_config, read_generation, read_object
-from rlctl.checkpoints.hf.model_facts import built_as
 from rlctl.checkpoints.hf.published_tensors import as_published
 from rlctl.errors import InputError, listed
+from rlctl.models.transformers_classes import built_as
 from rlctl.weights.layout import Layout, ParamSpec, whole_piece
 
 SCORE = "score.weight"

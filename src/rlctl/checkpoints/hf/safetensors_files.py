@@ -138,14 +138,14 @@ class SafetensorsDirectory:
             self._open[file] = safe_open(str(file), framework="pt")
         return self._open[file].get_tensor(name)
 
-    def same(self, one: str, other: str) -> bool:
+    def same(self, *names: str) -> bool:
         """Whether two tensors have the same dtype, shape and bytes."""
         import torch
 
-        first, second = self.tensors[one], self.tensors[other]
+        first, second = (self.tensors[name] for name in names)
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
-        return torch.equal(*(self.read(name).reshape(-1).view(torch.uint8) for name in (one, other)))
+        return torch.equal(*(self.read(name).reshape(-1).view(torch.uint8) for name in names))
 
     def drop(self, name: str) -> None:
         """Say that a tensor has been read. Tensors in use keep the mapping of their file alive."""

@@ -25,7 +25,7 @@ from rlctl.rollouts.turn_faults import BITS
 from rlctl.settings.training import LogprobColumn
 from rlctl.telemetry.metrics import Metric
 from rlctl.training.run_loss import ENTROPY
-from rlctl.training.train_batch import token_weights, without_idle
+from rlctl.training.train_batch import taught_as, token_weights, without_idle
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ class Algorithm(RolloutMethod):
             old &= config.penalty_in_reward or config.loss.sequence_mask is not None or self.needs_old_logprobs
         old = old or config.whitens_penalties or (config.has_critic and config.penalty_in_reward)
         columns: dict[LogprobColumn, bool] = {"old_logprobs": old, "reference_logprobs": penalty,
-                                              "teacher_logprobs": config.named_teacher is not None}  # fmt: skip
+                                              "teacher_logprobs": config.has_teacher}  # fmt: skip
         return frozenset(column for column, needed in columns.items() if needed)
 
     @property
@@ -257,7 +257,7 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
     batch = TrainBatch(tuple(minibatches), columns)
     if algorithm.skips_idle:
         batch = without_idle(minibatches, columns, needs_advantage=not algorithm.learns_without_advantage)
-    return replace(batch, sources={group.position: group.prompt.source for group in kept})
+    return replace(batch, sources={group.position: taught_as(algorithm.config, group.prompt) for group in kept})
 
 
 def _minibatch(

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from rlctl.backends.batching.batch import TokenBatch
-from rlctl.config.section import NonNegativeNumber, PositiveNumber, Section
+from rlctl.config.section import NonNegativeNumber
 from rlctl.data.rollouts import RolloutGroup
+from rlctl.methods.divergences import OF_TOP, TopTokens, divergence, of_top, require_normalized
 from rlctl.methods.rl.grpo import Grpo
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.telemetry.metrics import Metric
@@ -34,25 +35,6 @@ if TYPE_CHECKING:
 
 TEACHER_KL = Metric("teacher_kl", "mean", curve="KL(policy || teacher)", column="teach", form=".3f")
 """The mean of log pi - log teacher over the sampled tokens, which is unbiased for that divergence of the next token."""
-OF_TOP = (
-    Metric("top_kl", "mean", curve="divergence from the teacher over its most likely tokens", form=".3f"),
-    Metric("top_mass", "mean", curve="the teacher's probability of its most likely tokens", form=".3f"),
-)
-
-
-class TopTokens(Section):
-    """The divergence from a teacher over its most likely tokens."""
-
-    weight: PositiveNumber = 1.0
-    """Weight of the teacher's term."""
-    top_k: Annotated[int, Field(gt=0, le=2**20)] = 64
-    """Number of the teacher's most likely tokens that are compared at each position; all tokens of a smaller
-    vocabulary."""
-    forward_share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Part of KL(teacher || policy) in the divergence; the rest is KL(policy || teacher)."""
-    outside: Literal["renormalize", "tail"] = "renormalize"
-    """Treatment of all other tokens: leave them out and let the `top_k` add up to 1, or count them as one further
-    event."""
 
 
 class DistillationConfig(TopTokens):
@@ -79,6 +61,16 @@ class DistillationRlConfig(RlConfig):
     @property
     def learns_from_rewards(self) -> bool:
         return self.distillation.reward_weight > 0
+
+    @model_validator(mode="after")
+    def validate_mixture(self) -> DistillationRlConfig:
+        require_normalized(self.teacher.mix, self.distillation)
+        if self.teacher.mix == "divergences" and self.distillation.loss == "sampled":
+            raise ValueError(
+                "teacher.mix = divergences compares distributions, and distillation.loss = sampled one token, where "
+                "teacher.mix = log-probs is the weighted mean of the divergences; or choose distillation.loss = top-k"
+            )
+        return self
 
     @model_validator(mode="after")
     def validate_no_critic(self) -> DistillationRlConfig:
@@ -119,7 +111,7 @@ class Distillation(Grpo):
         """Return GRPO's loss, with the divergence over the teacher's most likely tokens where that is the loss."""
         loss_R = super().token_loss(batch)
         return (
-            loss_R + self.config.distillation.weight * top_kl(batch, self.config.distillation)
+            loss_R + self.config.distillation.weight * divergence(batch, self.config.distillation)
             if self.teacher_top
             else loss_R
         )
@@ -141,35 +133,6 @@ class Distillation(Grpo):
             return batch
         gain_R = (_of_teacher(batch) - old_full_logprobs(batch)).detach()
         return replace(batch, advantages_R=batch.advantages_R + self.config.distillation.weight * gain_R)
-
-
-def top_kl(batch: TokenBatch, o: TopTokens) -> torch.Tensor:
-    """Return the divergence [R] over the teacher's most likely tokens, with gradient."""
-    import torch
-
-    assert batch.teacher_top_RK is not None  # `teacher_top` asks for both
-    assert batch.top_logprobs_RK is not None
-
-    def completed(logprobs_RK: torch.Tensor) -> torch.Tensor:
-        if o.outside != "tail":
-            return torch.log_softmax(logprobs_RK, -1)
-        # If rounding leaves nothing for the other tokens, they get the smallest share that the precision resolves.
-        rest_R = (1 - logprobs_RK.exp().sum(-1)).clamp(min=torch.finfo(logprobs_RK.dtype).eps)
-        return torch.cat([logprobs_RK, rest_R.log()[:, None]], -1)
-
-    log_t_RK, log_p_RK = completed(batch.teacher_top_RK), completed(batch.top_logprobs_RK)
-    loss_R = torch.zeros_like(log_t_RK[:, 0])
-    if o.forward_share:
-        loss_R = loss_R + o.forward_share * (log_t_RK.exp() * (log_t_RK - log_p_RK)).sum(-1)
-    if o.forward_share < 1:
-        loss_R = loss_R + (1 - o.forward_share) * (log_p_RK.exp() * (log_p_RK - log_t_RK)).sum(-1)
-    return loss_R
-
-
-def of_top(batch: TokenBatch, options: TopTokens) -> dict[str, torch.Tensor]:
-    """Return the values [R] of the metrics `OF_TOP`."""
-    assert batch.teacher_top_RK is not None  # its loss was computed before
-    return {"top_kl": top_kl(batch, options), "top_mass": batch.teacher_top_RK.exp().sum(-1)}
 
 
 def _of_teacher(batch: TokenBatch) -> torch.Tensor:

@@ -52,7 +52,7 @@ class AlgorithmConfig(RolloutConfig):
         if not self.advantage.judges_turns:
             return self
         key = f"advantage.{'malformed_thinking' if self.advantage.invalid_tool_call is None else 'invalid_tool_call'}"
-        if not self.environment.wanted:
+        if not self.plays:
             raise ValueError(f"{key} is for the turns of an environment: set environment.name or environment.tools")
         if self.penalty_in_reward:
             raise ValueError(f"{key} leaves no place for loss.kl_in = reward: set loss.kl_in=loss")
@@ -125,7 +125,7 @@ class AlgorithmConfig(RolloutConfig):
 
     @model_validator(mode="after")
     def validate_sums_over_an_episode(self) -> AlgorithmConfig:
-        if not (self.environment.wanted and self.environment.thinking == "template"):
+        if not any(environment.thinking == "template" for environment in self.plays):
             return self
         penalized = self.loss.kl_coefficient > 0
         for sums, key in (

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.costs.adapters import trained_parameters
 from rlctl.planner.costs.memory import element_bytes, master_and_moments, optimizer_bytes, snapshot_bytes
-from rlctl.planner.costs.parameters import stages, trained_parameters
+from rlctl.planner.costs.parameters import stages
 from rlctl.planner.inputs.request import Request
 
 

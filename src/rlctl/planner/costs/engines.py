@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice
+from rlctl.planner.costs.adapters import adapted_matrices
 from rlctl.planner.costs.memory import PhaseMemory, graph_bytes
-from rlctl.planner.costs.parameters import adapted_matrices, attended, count, kv_bytes_per_token
+from rlctl.planner.costs.parameters import attended, count, kv_bytes_per_token
 from rlctl.planner.costs.vision_tower import encoder_cache_bytes, tower_operations
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
@@ -19,6 +21,8 @@ CPU_DECODE_EFFICIENCY = 0.42
 """Share of the processor's matmul rate that vLLM reaches (31, 135 and 145 million parameters on two AVX2 cores)."""
 CPU_DECODE_LAYER_S, CPU_DECODE_SEQUENCE_S = 0.0003, 0.00015
 """Time of a layer in a decode step, and the part for each sequence (the same runs: 5 ms with 32 sequences)."""
+CPU_ADDED_PRODUCTS = 1.06
+"""Time of a CPU engine's products that adapters are added to, of those alone (rank 16, 8 to 256 tokens)."""
 CPU_REDUCE_S = 3e-3
 """One all-reduce between two hosts over gloo (hosts that share two cores: 12 to 20 ms for five collectives)."""
 CPU_ENGINE_BYTES = 0.7 * GIB
@@ -123,67 +127,91 @@ class GenerationTime:
         return self.decode + self.prefill
 
 
-def decode_step_seconds(request: Request, choice: GenerationChoice, sequences: float, context: float) -> float:
-    """Return the seconds of a decode step with `sequences` of `context` tokens: the larger of reading and computing,
-    plus latencies."""
+Seconds = Callable[..., float]
+
+
+def decode_step(request: Request, choice: GenerationChoice) -> Seconds:
+    """Return a function (sequences, tokens of each) -> seconds of a decode step: the larger of reading and computing,
+    plus latencies. A search asks it hundreds of times about one layout."""
     facts, cluster, constants = request.facts, request.cluster, request.constants
-    device, parts = cluster.device, count(facts)
     if cluster.is_cpu:
-        share = min(1.0, (choice.threads or device.cores) / max(1, device.cores))
-        compute = 2.0 * parts.active * sequences / (device.flops("float32") * share * CPU_DECODE_EFFICIENCY)
-        read = choice.weight_bytes * parts.active + sequences * context * kv_bytes_per_token(
-            facts, choice.cache_element_bytes
-        )
-        layer = CPU_DECODE_LAYER_S + CPU_DECODE_SEQUENCE_S * sequences
-        step = max(compute, read / device.memory_bandwidth) + facts.layers * layer + 0.004
-        return step + communication_seconds(request, choice, sequences)
+        return _cpu_decode_step(request, choice)
+    device, parts = cluster.device, count(facts)
     weights = _layers_bytes(facts, choice) / choice.pp
     weights += choice.weight_bytes * (parts.embedding + parts.head) / choice.tp / choice.pp
+    experts = choice.matrix_bytes * parts.experts / (choice.tp * choice.dp) / choice.pp
     layer_s = (constants.decode_layer_s if choice.numbers.graphs else constants.eager_layer_s) * facts.layers
     if facts.moe is not None:
-        batch = sequences * choice.dp
-        touched = 1 - (1 - facts.moe.experts_per_token / facts.moe.experts) ** batch
-        experts = choice.matrix_bytes * parts.experts / (choice.tp * choice.dp) / choice.pp
-        weights -= experts * (1 - touched)
         layer_s += facts.layers * constants.moe_decode_layer_s
-    kv = sequences * attended(facts, context) * kv_bytes_per_token_on_device(facts, choice)
-    read = (weights + kv) / (device.memory_bandwidth * constants.decode_bandwidth_efficiency)
-    compute = 2.0 * parts.active * sequences / choice.tp / choice.pp
-    compute /= device.flops("fp8" if choice.matrix_bytes <= 1 else "bf16") * constants.prefill_efficiency
-    host = constants.decode_step_s + constants.decode_sequence_s * sequences
-    host += layer_s if not choice.numbers.graphs else 0.0
-    fixed = device.host_factor * host + (layer_s if choice.numbers.graphs else 0.0)
-    fixed += constants.nodes_step_s * (cluster.nodes_of(choice.replica_gpus) > 1)
-    fixed += constants.replica_step_s * (choice.dp - 1)
-    return choice.pp * max(read, compute) + fixed + communication_seconds(request, choice, sequences)
+        unused = 1 - facts.moe.experts_per_token / facts.moe.experts
+    cache_bytes = kv_bytes_per_token_on_device(facts, choice)
+    bandwidth = device.memory_bandwidth * constants.decode_bandwidth_efficiency
+    flops = device.flops("fp8" if choice.matrix_bytes <= 1 else "bf16") * constants.prefill_efficiency
+    communication = communication_seconds(request, choice)
+    network_s = constants.nodes_step_s * (cluster.nodes_of(choice.replica_gpus) > 1)
+    replicas_s = constants.replica_step_s * (choice.dp - 1)
+
+    def seconds(sequences: float, context: float) -> float:
+        read = weights
+        if facts.moe is not None:
+            read -= experts * (1 - (1 - unused ** (sequences * choice.dp)))
+        read = (read + sequences * attended(facts, context) * cache_bytes) / bandwidth
+        compute = 2.0 * parts.active * sequences / choice.tp / choice.pp / flops
+        host = constants.decode_step_s + constants.decode_sequence_s * sequences
+        host += layer_s if not choice.numbers.graphs else 0.0
+        fixed = device.host_factor * host + (layer_s if choice.numbers.graphs else 0.0)
+        return choice.pp * max(read, compute) + (fixed + network_s + replicas_s) + communication(sequences)
+
+    return seconds
 
 
-def communication_seconds(request: Request, choice: GenerationChoice, sequences: float) -> float:
-    """Return seconds of a decode step's communication: all-reduces (two per layer) or expert all-to-alls, and stage
-    hand-overs. On a CPU only between hosts."""
+def _cpu_decode_step(request: Request, choice: GenerationChoice) -> Seconds:
+    facts, device, active = request.facts, request.cluster.device, count(request.facts).active
+    share = min(1.0, (choice.threads or device.cores) / max(1, device.cores))
+    flops = device.flops("float32") * share * CPU_DECODE_EFFICIENCY
+    added = CPU_ADDED_PRODUCTS if request.adapters is not None and request.adapters.adds else 1.0
+    communication = communication_seconds(request, choice)
+
+    def seconds(sequences: float, context: float) -> float:
+        compute = 2.0 * active * sequences / flops
+        cache = sequences * context * kv_bytes_per_token(facts, choice.cache_element_bytes)
+        read = choice.weight_bytes * active + cache
+        layer = CPU_DECODE_LAYER_S + CPU_DECODE_SEQUENCE_S * sequences
+        step = added * max(compute, read / device.memory_bandwidth) + facts.layers * layer + 0.004
+        return step + communication(sequences)
+
+    return seconds
+
+
+def communication_seconds(request: Request, choice: GenerationChoice) -> Seconds:
+    """Return a function of the sequences: the seconds of a decode step's all-reduces (two per layer) or expert
+    all-to-alls, and stage hand-overs. On a CPU only between hosts."""
     facts, cluster, constants = request.facts, request.cluster, request.constants
     if cluster.is_cpu:
         apart = cluster.nodes_of(choice.replica_gpus) > 1
-        return CPU_REDUCE_S * apart * (2 * facts.layers * (choice.tp > 1) + choice.pp - 1)
-    seconds, group = 0.0, choice.tp * choice.dp
-    if group > 1:
-        inside = group <= max(1, cluster.link_domain)
-        latency = constants.allreduce_latency_s * (1 + 0.1 * max(0, min(group, cluster.link_domain) - 2) / 2)
-        if not inside:
-            latency += constants.network_latency_s * math.log2(cluster.nodes_of(group))
+        between_hosts = CPU_REDUCE_S * apart * (2 * facts.layers * (choice.tp > 1) + choice.pp - 1)
+        return lambda sequences: between_hosts
+    group, domain = choice.tp * choice.dp, cluster.link_domain
+    latency = constants.allreduce_latency_s * (1 + 0.1 * max(0, min(group, domain) - 2) / 2)
+    if group > max(1, domain):
+        latency += constants.network_latency_s * math.log2(cluster.nodes_of(group))
+    rate, stage_rate = group_rate(request, 1, group), cluster.bandwidth(choice.replica_gpus)
+
+    def seconds(sequences: float) -> float:
         # An all-reduce sends everything twice; replicas gather each other's inputs, and scatter the sums.
-        hidden = 2 * (choice.dp if choice.dp > 1 else 1) * sequences * facts.hidden * 2
-        seconds += 2 * facts.layers * (latency + hidden / group_rate(request, 1, group))
-    states = 2 * sequences * facts.hidden * 2  # the hidden and the residual one
-    return seconds + (choice.pp - 1) * (2e-4 + states / cluster.bandwidth(choice.replica_gpus))
+        hidden = 2 * choice.dp * sequences * facts.hidden * 2
+        reduces = 2 * facts.layers * (latency + hidden / rate) if group > 1 else 0.0
+        states = 2 * sequences * facts.hidden * 2  # the hidden and the residual one
+        return reduces + (choice.pp - 1) * (2e-4 + states / stage_rate)
+
+    return seconds
 
 
 def full_step(request: Request, choice: GenerationChoice) -> tuple[float, float]:
     """(seconds of a decode step with all concurrent sequences, the communication part of it)."""
     load = _load(request, choice)
     running = min(load.rollouts, load.capacity)
-    step = decode_step_seconds(request, choice, running, load.context)
-    return step, communication_seconds(request, choice, running)
+    return decode_step(request, choice)(running, load.context), communication_seconds(request, choice)(running)
 
 
 @dataclass(frozen=True)
@@ -229,7 +257,8 @@ def generation_time(request: Request, choice: GenerationChoice, steps: int = 1) 
     # steps run at the average batch size while the queue is not empty
     seconds = decoded = 0.0
     running = min(load.rollouts, load.capacity)
-    first = decode_step_seconds(request, choice, running, load.context)
+    step_seconds = decode_step(request, choice)
+    first = step_seconds(running, load.context)
     if load.rollouts > load.capacity:
         waiting = (load.rollouts - load.capacity) * load.lengths.mean / load.capacity
         seconds, decoded = waiting * first, waiting
@@ -237,7 +266,7 @@ def generation_time(request: Request, choice: GenerationChoice, steps: int = 1) 
     step = first
     for length, share in load.lengths.buckets:
         context = request.workload.prompt_tokens + (reached + length) / 2
-        step = decode_step_seconds(request, choice, max(1.0, running * left), context)
+        step = step_seconds(max(1.0, running * left), context)
         seconds += (length - reached) * step
         reached, left = length, left - share
     return GenerationTime(seconds, load.prefill, decoded + reached, first, step)

@@ -9,17 +9,9 @@ from dataclasses import dataclass, field, replace
 from rlctl.models.facts import ModelFacts
 from rlctl.models.quantized_base import packed_sizes
 from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.costs.adapters import adapted_parameters, trained_parameters
 from rlctl.planner.costs.communicators import communicators
-from rlctl.planner.costs.parameters import (
-    RankParameters,
-    Stage,
-    adapted_parameters,
-    distinct_stages,
-    hidden_sizes,
-    rank_parameters,
-    stages,
-    trained_parameters,
-)
+from rlctl.planner.costs.parameters import RankParameters, Stage, distinct_stages, hidden_sizes, rank_parameters, stages
 from rlctl.planner.costs.vision_tower import image_share, tower_activation_bytes
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, MUON_ROUND_ELEMENTS, OPTIMIZER_PART_BYTES, Constants
@@ -74,7 +66,10 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
     gathered: dict[str, float] = {}
     if choice.sharding == "full":  # float32 shards of weights and gradients
         copy = _sharded_bytes(facts, params, choice)
-        weights, gradients = copy + (4 * owned if choice.adapters else 0.0), 4 * owned
+        added = (
+            replace(trained, dense=trained.dense - trained.tables).owned(choice.parallel) if choice.adapters else 0.0
+        )
+        weights, gradients = copy + 4 * added, 4 * owned
         gathered["gathered"] = _gathered_bytes(facts, params, choice)
         if facts.quantized is not None:
             gathered["dequantized"] = float(DEQUANTIZED_BYTES * packed_sizes(facts).largest)
@@ -91,7 +86,8 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
     critic = {"critic": sum(states.values())} if choice.critic and not choice.critic_offload else {}
     keeps_reference = choice.reference and choice.adapters is None and not choice.reference_offload
     reference = {"reference": copy} if keeps_reference else {}
-    return states | gathered | critic | reference
+    own_teacher = {"own teacher": copy} if choice.own_teacher else {}
+    return states | gathered | critic | reference | own_teacher
 
 
 def _sharded_bytes(facts: ModelFacts, params: RankParameters, choice: TrainingChoice) -> float:
@@ -102,13 +98,29 @@ def _sharded_bytes(facts: ModelFacts, params: RankParameters, choice: TrainingCh
 
 
 def unadapted_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
-    """Host memory of a rank for the adapted weights as training found them; adapters are merged into others, but for
-    packed layers."""
-    if facts.quantized is not None:
+    """Host memory of a rank for the adapted weights as training found them, where adapters are merged into others."""
+    if facts.quantized is not None or (choice.adapters is not None and choice.adapters.adds):
         return 0.0
     counts = [adapted_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     full = choice.sharding == "full"
     return element_bytes(choice) * max(counts.owned(choice.parallel) if full else counts.total for counts in counts)
+
+
+def waiting_adapter_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
+    """Return host bytes of one waiting adapter on the fullest rank: its weights, and the optimizer states that the rank
+    owns."""
+    full, sizes = choice.sharding == "full", list[float]()
+    for stage in stages(facts, choice):
+        trained = trained_parameters(facts, stage, choice)
+        weights = 4 * trained.owned(choice.parallel) if full else element_bytes(choice) * trained.total
+        sizes.append(weights + optimizer_bytes(trained, choice))
+    return max(sizes)
+
+
+def waiting_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
+    """Return host bytes of a rank for adapters that wait for their turn, and for one more while two change places."""
+    held = choice.adapters.held if choice.adapters is not None else 1
+    return held * waiting_adapter_bytes(facts, choice) if held > 1 else 0.0
 
 
 def _gathered_bytes(facts: ModelFacts, params: RankParameters, choice: TrainingChoice) -> float:
@@ -278,11 +290,13 @@ def training_memory(request: Request, choice: TrainingChoice, asleep: float, mic
             parts["muon"] = max(0.0, muon_bytes(facts, stage, choice) - dynamic)
         parts["fragmentation"] = (0.0 if on_cpu else constants.fragmentation) * dynamic
         if top := request.workload.teacher_top:  # the policy's log-probs of a row's tokens, and their gradient
-            parts["likely tokens"] = likely_tokens_bytes(request, choice, 12) + 8.0 * top * tokens
+            lists = request.teaching.compared
+            parts["likely tokens"] = lists * (likely_tokens_bytes(request, choice, 12) + 8.0 * top * tokens)
         parts["runtime"] = runtime_bytes(request, choice)
         parts["engine asleep"] = asleep
         parts["staging"] = constants.staging_bytes if asleep else 0.0  # it is there from the first refit on
-        parts["weights without adapters"] = unadapted_bytes(facts, choice) if request.cluster.is_cpu else 0.0
+        parts["weights without adapters"] = unadapted_bytes(facts, choice) if on_cpu else 0.0
+        parts["waiting adapters"] = waiting_bytes(facts, choice) if on_cpu else 0.0
         by_rows.append(PhaseMemory(parts))
     return max(by_rows, key=lambda memory: memory.total)
 
@@ -367,18 +381,18 @@ def snapshot_bytes(facts: ModelFacts, choice: TrainingChoice, gpus: int) -> floa
     )
     owned, states = (max(counts.owned(p) for counts in trained), max(optimizer_bytes(c, choice) for c in trained))
     if choice.sharding == "full":
-        return ranks * (4 * owned + states)
+        return ranks * (4 * (1 + choice.own_teacher) * owned + states)
     dense, experts = min(ranks, p.tp * p.pp), min(ranks, p.expert_size * p.pp)
     weights = max(dense * counts.dense + experts * counts.experts for counts in trained)
-    return ranks * states + element_bytes(choice) * weights
+    return ranks * states + element_bytes(choice) * (1 + choice.own_teacher) * weights
 
 
 def memory_checkpoint_bytes(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts) -> float:
     """Return host bytes of a node's checkpoints in memory: the newest one and the next, with several nodes also those
     of another node."""
     ranks = max(1, cluster.gpus_per_node)
-    own = 2 * (1 + choice.critic) * snapshot_bytes(facts, choice, ranks)
-    return own * (2 if choice.parallel.world_size > ranks else 1)
+    local = 2 * (1 + choice.critic) * snapshot_bytes(facts, choice, ranks)
+    return local * (2 if choice.parallel.world_size > ranks else 1)
 
 
 def host_memory(
@@ -391,15 +405,17 @@ def host_memory(
     saves: bool = True,
     constants: Constants = DEFAULTS,
 ) -> float:
-    """Return host bytes of a node: offloaded states, sleeping engines, processes, object store and snapshots (`saves`:
-    saves copy their states)."""
+    """Return host bytes of a node: offloaded states, waiting adapters, sleeping engines, processes, object store and
+    snapshots (`saves`: saves copy their states)."""
     ranks = max(1, cluster.gpus_per_node)
     trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     worst = max(optimizer_bytes(params, choice) for params in trained)
-    copies = 1 + (choice.reference and choice.adapters is None) + choice.critic
+    copies = 1 + (choice.reference and choice.adapters is None) + choice.critic + choice.own_teacher
     weights = most_weight_bytes(facts, choice) * copies
     offloaded = worst * (1 + choice.critic) if (colocated or choice.optimizer_offload) else 0.0
-    offloaded += unadapted_bytes(facts, choice)
+    offloaded += unadapted_bytes(facts, choice) + waiting_bytes(facts, choice)
+    if choice.teacher_average and choice.sharding != "full" and choice.precision != "float32":
+        offloaded += 4 * max(rank_parameters(facts, stage, choice).total for stage in stages(facts, choice))
     offloaded += most_weight_bytes(facts, choice) if choice.reference_offload and not colocated else 0.0
     asleep = weights + engine_weights * (1 if cluster.is_cpu else PINNED) if colocated else 0.0
     process = constants.trainer_host_bytes + (constants.engine_host_bytes if colocated else 0.0)

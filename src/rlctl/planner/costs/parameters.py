@@ -13,8 +13,11 @@ from rlctl.models.families import has_file, weights_of
 from rlctl.models.matrices import Role, evaluate
 from rlctl.models.matrices import sizes as sizes_of
 from rlctl.models.vision import VISION_FAMILIES
-from rlctl.planner.choice import LoraChoice, TrainingChoice
+from rlctl.planner.choice import TrainingChoice
 from rlctl.weights.hidden_matrices import HIDDEN_ROLES, MATRIX, STACKED, cost
+
+LAYER_NORMS = frozenset({Role.ATTENTION_NORM, Role.POST_ATTENTION_NORM, Role.MLP_NORM, Role.POST_MLP_NORM})
+"""Norms of hidden states in a layer."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,9 @@ def layer_parameters(facts: ModelFacts, moe: bool) -> LayerParameters:
                 totals[layer] += prod(tensor.shape)
         return LayerParameters(round(fmean(totals.values())) if totals else 0, 0, experts)
     h, heads, gpt_oss = facts.hidden, facts.heads, facts.family == "gpt_oss"
-    whole = (4 if facts.family in ("gemma3", "glm4") else 2) * h + (2 * facts.head_dim if facts.qk_norm else 0)
+    norms = len(weights_of(facts).roles & LAYER_NORMS) if has_file(facts.family) else 2
+    normed = heads + facts.kv_heads if facts.wide_qk_norm else 2
+    whole = norms * h + (normed * facts.head_dim if facts.qk_norm else 0)
     if facts.mla is not None:
         mla, rank = facts.mla, facts.mla.q_lora_rank
         split = (rank or h) * heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
@@ -96,10 +101,12 @@ class ParameterCount:
     mtp: int
     seeing: int = 0
     """Tower and projector of a model that reads images."""
+    outside: int = 0
+    """Further tables outside the layers, such as Gemma 4's embeddings for each layer."""
 
     @property
     def total(self) -> int:
-        return self.embedding + self.head + self.layers + self.seeing
+        return self.embedding + self.head + self.layers + self.seeing + self.outside
 
 
 @lru_cache(maxsize=1024)
@@ -120,6 +127,7 @@ def count(facts: ModelFacts) -> ParameterCount:
         active=layers - experts + active_experts + embedding,
         mtp=facts.mtp_layers * mtp_layer,
         seeing=seeing_parameters(facts),
+        outside=outside_parameters(facts),
     )
 
 
@@ -133,6 +141,15 @@ def seeing_parameters(facts: ModelFacts) -> int:
         tensor for tensor in facts.listed if family.part_of(tensor.module or tensor.name) in ("vision", "projector")
     )
     return sum(prod(tensor.shape) for tensor in seeing)
+
+
+@lru_cache(maxsize=1024)
+def outside_parameters(facts: ModelFacts) -> int:
+    """Parameters outside the layers of a text model beyond embedding, head and final norm."""
+    known = (Role.EMBEDDING, Role.HEAD)
+    tensors = [tensor for tensor in facts.listed if not tensor.layers and tensor.role not in known]
+    sizes = sum(prod(tensor.shape) for tensor in tensors) if facts.vision is None else 0
+    return max(0, sizes - facts.hidden)
 
 
 def attended(facts: ModelFacts, length: float) -> float:
@@ -240,9 +257,9 @@ def hidden_sizes(facts: ModelFacts, moe: bool) -> HiddenSizes:
             continue
         of_experts = stacked or weights.is_expert(weight)
         number = shape[0] if stacked else constants["experts"] if of_experts else 1
-        one = cost(shape[-2:])
+        matrix_cost = cost(shape[-2:])
         dense, experts = dense + (not of_experts) * prod(shape), experts + of_experts * number * prod(shape[-2:])
-        costs, largest, most = costs + number * one, max(largest, one), max(most, prod(shape[-2:]))
+        costs, largest, most = costs + number * matrix_cost, max(largest, matrix_cost), max(most, prod(shape[-2:]))
     count = max(1, len(kind))
     return HiddenSizes(dense / count, experts / count, costs / count, largest, most)
 
@@ -287,7 +304,7 @@ def _rank_parameters(facts: ModelFacts, stage: Stage, tp: int, ep: int, etp: int
             largest = max(largest, sum(per_layer))
     shared = facts.tied_embeddings and stage.embedding and stage.head
     tables = facts.vocab * facts.hidden / tp * (stage.embedding + stage.head - shared)
-    tables += seeing_parameters(facts) * stage.embedding
+    tables += (seeing_parameters(facts) + outside_parameters(facts)) * stage.embedding
     return RankParameters(dense + tables, experts, largest, tables, hidden)
 
 
@@ -295,54 +312,3 @@ def rank_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> 
     """Parameters of a rank of `stage` under the tensor and expert parallelism of `choice`."""
     p = choice.parallel
     return _rank_parameters(facts, stage, p.tp, p.ep, p.etp, choice.muon_steps > 0)
-
-
-def trained_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> RankParameters:
-    """`rank_parameters` with gradients and optimizer states: all, or adapters."""
-    if choice.adapters is None:
-        return rank_parameters(facts, stage, choice)
-    adapters, _ = _adapter_parameters(facts, stage, choice.adapters, choice.parallel.tp)
-    return RankParameters(adapters, 0.0, 0.0, 0.0)
-
-
-def adapted_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> RankParameters:
-    adapters = choice.adapters
-    adapted = _adapter_parameters(facts, stage, adapters, choice.parallel.tp)[1] if adapters else 0.0
-    return RankParameters(adapted, 0.0, 0.0, 0.0)
-
-
-def adapted_matrices(facts: ModelFacts, adapters: LoraChoice, tp: int) -> float:
-    """Return the adapted weights of the whole model on one of `tp` ranks."""
-    [stage] = stages(facts, TrainingChoice())
-    return _adapter_parameters(facts, stage, adapters, tp)[1]
-
-
-def adapter_elements(facts: ModelFacts, adapters: LoraChoice) -> float:
-    """Return the elements of all adapters, each once."""
-    [stage] = stages(facts, TrainingChoice())
-    return _adapter_parameters(facts, stage, adapters, 1)[0]
-
-
-@lru_cache(maxsize=65536)
-def _adapter_parameters(facts: ModelFacts, stage: Stage, adapters: LoraChoice, tp: int) -> tuple[float, float]:
-    """(adapters of a tensor-parallel rank, adapted weights). Column-split matrices have a whole A, row-split ones a
-    whole B."""
-    h, moe, mla, layers = facts.hidden, facts.moe, facts.mla, stage.layers
-    by_outputs, by_inputs = list[tuple[int, int, int]](), list[tuple[int, int, int]]()  # layers, inputs, outputs
-    if adapters.attention and mla is not None:
-        query = facts.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-        keys = facts.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        by_outputs += [(layers, mla.q_lora_rank or h, query), (layers, mla.kv_lora_rank, keys)]
-        by_inputs.append((layers, facts.heads * mla.v_head_dim, h))
-    elif adapters.attention:
-        width = facts.heads * facts.head_dim
-        by_outputs.append((layers, h, width + 2 * facts.kv_heads * facts.head_dim))
-        by_inputs.append((layers, width, h))
-    shared = (stage.moe_layers, moe.shared_expert_intermediate if moe else 0)
-    for count, width in ((stage.dense_layers, facts.intermediate), shared) if adapters.mlp else ():
-        if width:
-            by_outputs.append((count, h, 2 * width))
-            by_inputs.append((count, width, h))
-    adapter_parameters = sum(count * (inputs + outputs / tp) for count, inputs, outputs in by_outputs)
-    adapter_parameters += sum(count * (inputs / tp + outputs) for count, inputs, outputs in by_inputs)
-    return adapters.rank * adapter_parameters, sum(prod(matrix) for matrix in (*by_outputs, *by_inputs)) / tp

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.costs.adapters import adapter_elements, trained_parameters
 from rlctl.planner.costs.engines import group_rate, kept_base_bytes, weight_bytes
 from rlctl.planner.costs.memory import (
     element_bytes,
@@ -19,11 +20,11 @@ from rlctl.planner.costs.memory import (
     most_weight_bytes,
     optimizer_bytes,
     unadapted_bytes,
+    waiting_adapter_bytes,
 )
 from rlctl.planner.costs.parameters import (
     RankParameters,
     Stage,
-    adapter_elements,
     attended,
     count,
     distinct_stages,
@@ -32,7 +33,6 @@ from rlctl.planner.costs.parameters import (
     rank_parameters,
     score_width,
     stages,
-    trained_parameters,
 )
 from rlctl.planner.costs.vision_tower import image_share, tower_operations
 from rlctl.planner.inputs.cluster import ClusterFacts
@@ -47,6 +47,11 @@ CPU_LAYER_S = 0.005
 threads meet after each (models of 8, 12 and 30 layers on two cores)."""
 CPU_LOGIT_S = 1.1e-8
 """Core time of a logit's softmax, gathering and entropy in a forward pass (the same runs)."""
+CPU_ADDED = 1.08
+"""Time of a CPU's training products that adapters are added to, of those with merged weights (SmolLM2-135M in bfloat16,
+rank 16: a step takes 0.5 CPU seconds more than with `delta`, although its refit takes 0.3 s less)."""
+CPU_MERGED_BYTES_PER_S = 1.1e9
+"""Bytes of a base to which a CPU adds adapters in a second (SmolLM2-135M, rank 16)."""
 PASSES = {"none": 3.0, "selective": 3.15, "full": 4.0}
 """Training pass of a micro-batch in forward passes, by recomputation."""
 
@@ -138,7 +143,9 @@ def _stage_forward(request: Request, stage: Stage, choice: TrainingChoice, token
         seconds += 2 * routed * expert_flops / expert_rate(request, choice, local)
     if choice.adapters is not None:
         narrow = rate if cluster.is_cpu else _shaped(request, choice, choice.adapters.rank, local)
-        seconds += 2 * local * trained_parameters(facts, stage, choice).total / narrow
+        trained = trained_parameters(facts, stage, choice)
+        seconds += 2 * local * (trained.total - trained.tables) / narrow
+        seconds *= CPU_ADDED if cluster.is_cpu and choice.adapters.adds else 1.0
     matmul = seconds
     keys = attended(facts, request.workload.mean_keys(constants.length_sigma))
     attention = 2 * local * stage.layers * score_width(facts) * keys / p.tp
@@ -304,6 +311,7 @@ def _data_seconds(request: Request, choice: TrainingChoice, micro: float, number
     through_host = 2.0 * optimizer_bytes(params, choice) if choice.optimizer_offload else 0.0
     through_host += unadapted_bytes(request.facts, choice)
     update += through_host / (cluster.device.host_link * constants.pinned_copy)
+    update += unadapted_bytes(request.facts, choice) / CPU_MERGED_BYTES_PER_S if cluster.is_cpu else 0.0
     return exposed, update + (0.0 if cluster.is_cpu else constants.optimizer_step_s)
 
 
@@ -364,19 +372,22 @@ def state_traffic(choice: TrainingChoice) -> int:
 
 def offload_seconds(request: Request, choice: TrainingChoice) -> float:
     """Optimizer states from device to host memory or back."""
-    device = request.cluster.device
-    if device.is_cpu or choice.optimizer_offload:
+    if choice.optimizer_offload:
         return 0.0
-    return optimizer_bytes(_most_trained(request, choice), choice) / (
-        device.host_link * request.constants.pageable_copy
-    )
+    return _pinned_seconds(request, optimizer_bytes(_most_trained(request, choice), choice))
+
+
+def _pinned_seconds(request: Request, moved: float) -> float:
+    """Seconds of bytes between a device and pinned host memory (rlctl's `HostMemory`, vLLM's sleep mode)."""
+    device = request.cluster.device
+    return 0.0 if device.is_cpu else moved / (device.host_link * request.constants.pinned_copy)
 
 
 def logprobs_time(request: Request, choice: TrainingChoice, passes: int | None = None) -> float:
     """Return seconds of the log-prob phase. `passes` None: old policy and reference, as needed."""
     workload = request.workload
     if passes is None:
-        passes = int(workload.old_logprobs) + int(workload.reference)
+        passes = int(workload.old_logprobs) + int(workload.reference) + int(workload.own_teacher)
     if not passes or not workload.lengths_differ:
         return 0.0
     number, tokens = micro_batches(request, choice)
@@ -401,7 +412,7 @@ def critic_time(request: Request, choice: TrainingChoice, colocated: bool = True
     if device.is_cpu or not (colocated and request.workload.rollouts):
         return values + training
     states = offload_seconds(request, choice)
-    weights = most_weight_bytes(request.facts, choice) / (device.host_link * request.constants.pageable_copy)
+    weights = _pinned_seconds(request, most_weight_bytes(request.facts, choice))
     return values + training + (4 if choice.critic_offload else 2) * (states + weights)
 
 
@@ -439,10 +450,30 @@ def _adapter_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
     return adapter_elements(facts, choice.adapters) * element_bytes(choice)
 
 
+def change_time(request: Request, choice: TrainingChoice) -> float:
+    """Return seconds of a step in which adapters of several runs change places in the policy: one's weights and states
+    leave for host memory, another's come back and are merged. 0 for one adapter."""
+    facts, cluster, device = request.facts, request.cluster, request.cluster.device
+    if choice.adapters is None or choice.adapters.held == 1:
+        return 0.0
+    rate = device.memory_bandwidth / 2 if cluster.is_cpu else device.host_link * request.constants.pageable_copy
+    moved = 2 * waiting_adapter_bytes(facts, choice) / rate
+    merged_rate = CPU_MERGED_BYTES_PER_S if cluster.is_cpu else device.host_link * request.constants.pinned_copy
+    return moved + unadapted_bytes(facts, choice) / merged_rate
+
+
 def refit_time(
     request: Request, choice: TrainingChoice, generation: GenerationChoice, colocated: bool, mover: str | None = None
 ) -> float:
-    """Seconds to refit the engines, offloading before and waking after included. `mover` None: the fastest there is."""
+    """Return the sum of `refit_terms`."""
+    return sum(refit_terms(request, choice, generation, colocated, mover).values())
+
+
+def refit_terms(
+    request: Request, choice: TrainingChoice, generation: GenerationChoice, colocated: bool, mover: str | None = None
+) -> dict[str, float]:
+    """Seconds to refit the engines by what takes them, offloading before and waking after included. `mover` None: the
+    fastest there is."""
     facts, cluster, device, constants = request.facts, request.cluster, request.cluster.device, request.constants
     alone = choice.adapters is not None and choice.adapters.refit != "merged"
     payload = _adapter_bytes(facts, choice) if alone else count(facts).total * element_bytes(choice)
@@ -451,17 +482,36 @@ def refit_time(
     if cluster.is_cpu:
         far = payload / device.network if cluster.nodes > 1 and not colocated else 0.0
         # Measured: 0.8 to 1.6 GB/s through shared memory, 0.1 s of handshakes.
-        # Adapters alone: 0.04 s, and 1.1 GB/s of the base to add them and pack the sums (benchmarks/RESULTS.md).
-        return detour + far + (0.04 if alone else 0.1) + payload / 1.35e9 + kept_base_bytes(request, generation) / 1.1e9
+        # Adapters alone: 0.04 s, and the base to add them and pack the sums (benchmarks/RESULTS.md).
+        merged_s = kept_base_bytes(request, generation) / CPU_MERGED_BYTES_PER_S
+        return {"handshakes": 0.04 if alone else 0.1, "copies": detour + far + payload / 1.35e9 + merged_s}
     received = payload if alone else weight_bytes(facts, generation)
     # The base is read, widened, added to, and narrowed: ten times its bytes.
     detour += 10 * kept_base_bytes(request, generation) / device.memory_bandwidth
     if generation.matrix_bytes <= 1 and element_bytes(choice) > 1:  # the engine makes float8 blocks of each matrix
         detour += tensor_count(facts) * constants.refit_quantize_s
-    if colocated:
-        handed = received / constants.refit_bytes_per_s + tensor_count(facts) * constants.refit_tensor_s
-        return detour + constants.refit_fixed_s + handed + offload_seconds(request, choice)
     far = remote_share(choice, cluster, colocated) * received
     moved = far / (device.network * constants.refit_link_efficiency)
     moved += (received - far) / (device.link * constants.refit_link_efficiency)
-    return detour + moved + constants.refit_handshake_s + tensor_count(facts) * constants.refit_piece_s
+    terms = {"links": moved, "other copies": detour}
+    if not colocated:
+        return terms | {
+            "handshakes": constants.refit_handshake_s, "boxes": tensor_count(facts) * constants.refit_piece_s
+        }  # fmt: skip
+    # Into and out of the staging buffer: two reads and two writes.
+    terms["other copies"] += 4 * received / (device.memory_bandwidth * constants.hbm_efficiency)
+    return {
+        "offloading": offload_seconds(request, choice),
+        "waking": 0.0 if request.discards else _pinned_seconds(request, weight_bytes(facts, generation)),
+        "handshakes": constants.refit_fixed_s,
+        "boxes": handed_boxes(facts, choice, generation) * constants.refit_piece_s,
+    } | terms
+
+
+def handed_boxes(facts: ModelFacts, choice: TrainingChoice, generation: GenerationChoice) -> float:
+    """Return the most copies that a policy rank launches in a refit on shared devices: into messages for other ranks,
+    out of messages from other ranks, and from its own weights into the staging buffer of its device's engine worker."""
+    parallel, experts = choice.parallel, 3 * facts.moe.experts if facts.moe else 0
+    experts *= sum(facts.is_moe_layer(layer) for layer in range(facts.layers))
+    split, split_experts = (max(1, tp // generation.tp) for tp in (parallel.tp, parallel.etp))
+    return 3 * ((tensor_count(facts) - experts) * split + experts * split_experts)

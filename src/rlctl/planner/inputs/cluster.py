@@ -75,10 +75,11 @@ UNITS |= dict.fromkeys(("memory_bandwidth", "link", "network", "host_link"), GB)
 
 
 def _devices() -> dict[str, Device]:
-    listed: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text())
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    listed: dict[str, dict[str, Any]] = yaml.load(Path(__file__).with_name("devices.yaml").read_text(), loader)
     usual, devices = listed.pop("usual"), {}
-    for name, own in listed.items():
-        values = usual | {"fp8": own["bf16"]} | own
+    for name, rates in listed.items():
+        values = usual | {"fp8": rates["bf16"]} | rates
         devices[name] = Device(name, **{key: value * UNITS.get(key, 1) for key, value in values.items()})
     return devices
 

@@ -101,17 +101,15 @@ class Constants:
     before)."""
     # Refit
     refit_fixed_s: float = 0.5
-    """Waking, sleeping and cache reset, where policy and engines share devices (0.5 s in all on one H100)."""
+    """Calls to all ranks, mapping memory, sleeping and cache reset, where policy and engines share devices (a whole
+    refit of 1.24 billion parameters, offloading included, took 0.5 s on one H100, benchmarks/RESULTS.md)."""
     refit_handshake_s: float = 0.2
     """Starting and ending a transfer on all ranks (a published 8 GB shard-to-shard refit takes 0.21 to 0.34 s)."""
     refit_piece_s: float = 1e-5
-    """Launching the copy of one tensor's part (kernel launch)."""
-    refit_tensor_s: float = 0.00056
-    """Gathering, naming and loading one tensor where policy and engines share devices (published colocated refits)."""
+    """Launching the copy of one tensor's part (kernel launch). Of it rlctl's own
+    host time is 1.2 microseconds (28,000 copies, `benchmarks/refit_boxes.py`)."""
     refit_quantize_s: float = 0.0003
     """Scaling and casting one tensor to float8 blocks in the engine: about ten kernels, and Python around them."""
-    refit_bytes_per_s: float = 2700000000.0
-    """Bytes of its weights that an engine worker takes over in a second where policy and engines share devices."""
     refit_link_efficiency: float = 0.4
     """Share of a link used by boxes of many tensors (published refits over 400 Gb/s: 0.06 for 1 GB per receiver, 0.15
     for 8, 0.30 and 0.46 for 42 and 50)."""
@@ -120,7 +118,8 @@ class Constants:
     pageable_copy: float = 0.25
     """Share of the host link that copies from and to pageable memory reach."""
     pinned_copy: float = 0.8
-    """Share of the host link that copies from and to pinned memory reach while all devices of a node copy."""
+    """Share of the host link that copies from and to pinned memory reach while all devices of a node copy (one H100
+    alone: 54.5 GB/s, its whole rate)."""
     # Everything else
     reward_s: float = 1.0
     other_s: float = 0.5
@@ -140,6 +139,9 @@ class Constants:
     vLLM issue 47654; below 1 GiB without)."""
     cpu_policy_bytes: float = 0.45 * GIB
     """Resident size of a policy's process without a model (`benchmarks/policy_memory.py`)."""
+    cpu_library_bytes: float = 0.17 * GIB
+    """Its part that is pages of library files, which processes share. Kernels differ in how many they map at once: 0.33
+    GiB with Linux 6.18."""
     cpu_activation_copies: float = 1.4
     """Extra bytes of a Megatron layer on a CPU, compared with fused kernels: attention gathers the units of a row, and
     freed memory has gaps (the same benchmark)."""
@@ -175,8 +177,6 @@ FITTED = {
     "decode_sequence_s": (1e-6, 3e-5),
     "nodes_step_s": (0.0005, 0.02),
     "network_latency_s": (3e-6, 6e-5),
-    "refit_tensor_s": (1e-4, 1e-3),
-    "refit_bytes_per_s": (1e9, 2e10),
     "network_efficiency": (0.4, 0.9),
 }
 """Constants fitted by `benchmarks/planner.py --fit` to published step times, with physical bounds; others come from
@@ -186,11 +186,11 @@ RANGES = {
     "total": (0.73, 1.31),
     "training": (0.86, 1.29),
     "generation": (0.92, 1.14),
-    "refit": (0.63, 2.11),
+    "refit": (0.55, 2.11),
     "logprobs": (0.72, 1.55),
 }
 """Prediction factors that contain nine of ten published times (per phase, all but the extremes), cross-validated by
-`benchmarks/planner.py --fit`."""
+`benchmarks/planner.py --fit`. Refits: the lower end is rlctl's on one H100, the upper that of trainers that gather."""
 CPU_RANGE = (0.5, 2.0)
 """The same on a CPU, for all phases. Phases of five runs of three models on two cores took 0.8 to 1.4 times the
 predicted seconds; these cores had set the constants (`benchmarks/RESULTS.md`)."""

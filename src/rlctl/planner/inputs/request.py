@@ -43,6 +43,10 @@ class Workload:
     """Log-probs of a reference policy are needed."""
     valued: bool = False
     """A reward model is trained, which has no logits."""
+    own_teacher: bool = False
+    """The policy of an earlier step is the teacher, a second model in the policy's processes."""
+    teacher_average: bool = False
+    """That teacher is an average of the policy's weights."""
     teacher_top: int = 0
     """Number of a teacher's most likely tokens at each position whose log-probs are compared."""
     critic: bool = False
@@ -212,6 +216,27 @@ HEADROOM = {"fast": 0.95, "cheap": 0.95, "safe": 0.82}
 
 
 @dataclass(frozen=True)
+class TeacherWork:
+    """The work of the teachers of a run in a step, which compute in turn in the same processes."""
+
+    teachers: int = 1
+    passes: float = 1.0
+    """Forward passes over a row of all its teachers, with sources of equal size."""
+    looks: int = 1
+    """Rounds in which teachers are asked."""
+    lists: int = 1
+    """Lists of most likely tokens whose log-probs a teacher gives at each position."""
+    compared: int = 1
+    """Lists of most likely tokens whose log-probs the policy computes at each position."""
+
+    @property
+    def swaps(self) -> int:
+        """Times that a model's processes read the weights of another teacher of its architecture. A step begins with
+        the last one of the step before."""
+        return (self.teachers - 1) * self.looks
+
+
+@dataclass(frozen=True)
 class Request:
     """Everything that a plan depends on. `pins` are configuration keys with the values they must have."""
 
@@ -231,10 +256,12 @@ class Request:
     moment_bytes: int = 8
     teacher: ModelFacts | None = None
     """A model that is not trained and computes on the policy's devices: a teacher, or a reward model."""
+    further_teachers: tuple[ModelFacts, ...] = ()
+    """Facts of the teachers behind the first."""
     role: Literal["teacher", "reward_model"] = "teacher"
     """The section of that model's layout."""
-    teachers: int = 1
-    """Teachers of one architecture, which compute in turn in the same processes."""
+    teaching: TeacherWork = TeacherWork()
+    """The work of several teachers."""
     backend: str = "megatron"
     """The backend that trains, also where none is pinned."""
     saves: bool = True

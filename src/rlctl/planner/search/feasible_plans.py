@@ -18,7 +18,7 @@ from rlctl.planner.costs.engines import (
     steady_generation_time,
     weight_bytes,
 )
-from rlctl.planner.costs.time import refit_time
+from rlctl.planner.costs.time import change_time, refit_time
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import RANGES, Constants
 from rlctl.planner.inputs.request import Request
@@ -43,8 +43,8 @@ def feasible_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
         devices, budget = request.cluster.devices, request.budget
         engines = generation_candidates(request, devices, False, 0.0, budget, log.add("generation"))
         able = _worth_combining(engines, lambda e: not not_runnable(None, e, request.cluster), _rank_engine(request))
-        found = sorted((assemble(request, None, engine, False) for engine in able), key=score)
-        return believable(found) if found else found, log.listed()
+        generating = sorted((assemble(request, None, engine, False) for engine in able), key=score)
+        return believable(generating) if generating else generating, log.listed()
     plans: list[Plan] = []
     for colocated in _modes(request):
         # If the sides take turns, separate devices idle half the time: use them only if nothing else runs.
@@ -329,7 +329,8 @@ def assemble(
     if host > cluster.device.host_memory and request.save_copies is None and request.saves and not cluster.is_cpu:
         copies = False
         host = _host_memory(request, training, generation, colocated, copies)
-    seconds = _calibrated(request, _seconds(request, training, generation, colocated, mover))
+    generated = _generation_seconds(request, generation) if generation else 0.0
+    seconds = _calibrated(request, _seconds(request, training, generation, colocated, mover, generated))
     every, host = _memory_checkpoints(request, training, host, copies, sum(seconds.values()))
     return Plan(
         facts=request.facts, cluster=cluster, workload=request.workload, backend=request.backend,
@@ -340,7 +341,7 @@ def assemble(
         seconds=seconds,
         mfu=mfu, mover=mover, pins=request.pins, teacher=training.teacher if training else None,
         engine_devices=engine_devices, request=request,
-        rollouts_s=_rollout_seconds(request, training, generation) if generation else 0.0,
+        rollouts_s=generated + _reward_seconds(request, training) if generation else 0.0,
     )  # fmt: skip
 
 
@@ -349,12 +350,12 @@ def _memory_checkpoints(
 ) -> tuple[int, float]:
     """Return the interval of checkpoints in memory, and a node's host memory with them. `step_s`: of a step, of which
     they take `MEMORY_CHECKPOINT_SHARE` at most where the interval is not set."""
-    wanted, cluster = request.memory_checkpoint_every, request.cluster
-    if training is None or wanted == 0:
+    interval, cluster = request.memory_checkpoint_every, request.cluster
+    if training is None or interval == 0:
         return 0, host
     with_them = host + mem.memory_checkpoint_bytes(request.facts, training.choice, cluster)
-    if wanted is not None:
-        return wanted, with_them
+    if interval is not None:
+        return interval, with_them
     if cluster.is_cpu or not copies or with_them > cluster.device.host_memory:
         return 0, host
     copy_s = save_of(request, training.choice).copy_s
@@ -409,7 +410,7 @@ def _host_memory(
             return ranks * constants.engine_host_bytes + mem.node_bytes(cluster, constants)
         weights = weight_bytes(request.facts, generation) if generation and not request.discards else 0.0
         shared = colocated and generation is not None
-        teacher = training.teacher.weights if training.teacher else 0.0
+        teacher = training.teacher.weights + training.teacher.other_weights if training.teacher else 0.0
         # Moments in a narrower format are unpacked into host memory at a save, whether or not training waits.
         saves = request.saves and (copies or training.choice.moment_bytes != 8)
         need = mem.host_memory(
@@ -432,10 +433,12 @@ def _seconds(
     generation: GenerationChoice | None,
     colocated: bool,
     mover: str | None,
+    generated: float,
 ) -> dict[Phase, float]:
+    """Return the seconds of a step by phase. `generated`: of its rollouts, without rewards."""
     seconds, workload = dict.fromkeys(Phase, 0.0), request.workload
     if generation is not None and workload.rollouts and (training is None or workload.staleness is None):
-        seconds[Phase.GENERATION] = _generation_seconds(request, generation)
+        seconds[Phase.GENERATION] = generated
     if training is None:
         return seconds
     seconds |= {Phase.TRAINING: training.seconds, Phase.LOGPROBS: training.logprobs, Phase.CRITIC: training.critic}
@@ -445,10 +448,13 @@ def _seconds(
             seconds[Phase.REWARD] = _reward_seconds(request, training)
         else:
             # Parts on shared devices take turns; the other work of the rollouts continues while the policy trains.
-            turn = _generation_seconds(request, generation) if colocated else 0.0
+            turn, scored = generated if colocated else 0.0, generated + _reward_seconds(request, training)
             meanwhile = sum(seconds.values()) if workload.overlaps else 0.0
-            seconds[Phase.WAITING] = turn + max(0.0, _rollout_seconds(request, training, generation) - turn - meanwhile)
-        seconds[Phase.REFIT] = refit_time(request, training.choice, generation, colocated, mover)
+            seconds[Phase.WAITING] = turn + max(0.0, scored - turn - meanwhile)
+        refit_s = refit_time(request, training.choice, generation, colocated, mover)
+        turns = training.choice.adapters is not None and training.choice.adapters.held > 1
+        seconds[Phase.REFIT] = (1 + turns) * refit_s  # engines get the adapter of the run whose turn it is
+    seconds[Phase.REFIT] += change_time(request, training.choice)
     return seconds
 
 
@@ -468,7 +474,8 @@ def repriced(plan: Plan, constants: Constants) -> dict[Phase, float]:
         timing.logprobs_time(request, plan.training),
         timing.critic_time(request, plan.training, plan.colocated),
     )
-    return _seconds(request, training, plan.generation, plan.colocated, plan.mover)
+    generated = _generation_seconds(request, plan.generation) if plan.generation else 0.0
+    return _seconds(request, training, plan.generation, plan.colocated, plan.mover, generated)
 
 
 def _generation_seconds(request: Request, generation: GenerationChoice) -> float:
@@ -481,12 +488,6 @@ def _reward_seconds(request: Request, training: search.TrainingCandidate | None)
     model = training.teacher if training is not None else None
     of_model = model.seconds if model is not None and model.choice.valued else 0.0
     return of_model + (0.015 if request.cluster.is_cpu else request.constants.reward_s)
-
-
-def _rollout_seconds(
-    request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice
-) -> float:
-    return _generation_seconds(request, generation) + _reward_seconds(request, training)
 
 
 def policy_asleep(request: Request, training: search.TrainingCandidate) -> float:

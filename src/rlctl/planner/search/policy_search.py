@@ -42,6 +42,12 @@ class TeacherPlan:
     """Its log-probs or scores of a step, with the way from host memory and back."""
     role: str = "teacher"
     """The section of its layout."""
+    others: tuple[ModelFacts, ...] = ()
+    """Further architectures of teachers in the same processes, which take turns."""
+    other_weights: float = 0.0
+    """Bytes of their weights."""
+    together: bool = True
+    """All stay on the device while one of them computes."""
 
     @property
     def label(self) -> str:
@@ -55,6 +61,11 @@ class TeacherPlan:
     @property
     def weights(self) -> float:
         return self.memory.parts[f"{self.label} weights"]
+
+    def resident(self) -> TeacherPlan:
+        """Return the plan with all its models on the device."""
+        weights = {f"{self.label} weights": self.weights + self.other_weights}
+        return replace(self, memory=mem.PhaseMemory(self.memory.parts | weights), other_weights=0.0, together=True)
 
     @property
     def score(self) -> float:
@@ -135,6 +146,8 @@ def _training(request: Request, **sizes: int) -> TrainingChoice:
         adapters=request.adapters,
         sharding="full" if request.fsdp else "optimizer",
         reference=request.workload.reference,
+        own_teacher=request.workload.own_teacher,
+        teacher_average=request.workload.teacher_average,
         valued=request.workload.valued,
         critic=request.workload.critic,
         precision=request.precision,

@@ -12,6 +12,7 @@ from itertools import product
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.constraints import fsdp_problems, policy_problems
+from rlctl.models.facts import ModelFacts, architectures
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
@@ -46,7 +47,10 @@ def with_teachers(
         able = [option for option in options if option.memory.total + beside <= budget]
         room = [option for option in able if training.peak.total + option.asleep <= budget]
         if room:
-            fitting.append(training.with_teacher(min(room, key=lambda option: option.score)))
+            best = min(room, key=lambda option: option.score)
+            if best.memory.total + best.other_weights + beside <= budget:
+                best = best.resident()
+            fitting.append(training.with_teacher(best))
         elif options:
             least = min(option.memory.total for option in options)
             left = f"{(budget - beside) / GIB:.0f} are left"
@@ -59,12 +63,13 @@ def with_teachers(
 
 def _teachers(request: Request, devices: int, row_tokens: int) -> tuple[list[TeacherPlan], str]:
     plans, broken, name = list[TeacherPlan](), "", request.of_teacher
+    distinct = architectures((request.facts, *request.further_teachers))
     for choice in _choices(request, devices, row_tokens):
         check = fsdp_problems if choice.sharding == "full" else policy_problems
-        if problems := check(request.facts, choice.parallel):
+        if problems := [problem for facts in distinct for problem in check(facts, choice.parallel)]:
             broken = broken or f"the {name} as {choice.parallel.name()}: {problems[0].message}"
         elif choice.parallel.cp == 1 or not row_tokens % (2 * choice.parallel.cp):
-            plans.append(_costed(request, choice))
+            plans.append(_costed_together(request, choice, distinct))
     count = "one device does" if devices == 1 else f"{devices} devices do"
     sizes = f"the {name}'s sizes ({request.role}.tp, {request.role}.pp, ...) make ranks that {count} not divide into"
     return plans, broken or sizes
@@ -98,23 +103,43 @@ def swap_seconds(request: Request) -> float:
     return count(request.facts).total * (4 if request.cluster.is_cpu else 2) / request.constants.disk_bytes_per_s
 
 
+def _costed_together(request: Request, choice: TrainingChoice, distinct: list[ModelFacts]) -> TeacherPlan:
+    """Return the plan of teachers of several architectures, which take turns: on GPUs the others wait in host memory,
+    and on CPUs all stay."""
+    if len(distinct) == 1:
+        return _costed(request, choice)
+    work, listed = request.teaching, [request.facts, *request.further_teachers]
+    plans = list[TeacherPlan]()
+    for facts in distinct:
+        number = listed.count(facts)
+        share = replace(work, teachers=number, passes=work.passes * number / len(listed))
+        plans.append(_costed(replace(request, facts=facts, teaching=share), choice))
+    largest = max(plans, key=lambda plan: plan.memory.total)
+    on_cpu, others = request.cluster.is_cpu, sum(plan.weights for plan in plans) - largest.weights
+    parts = {f"{request.of_teacher} weights": largest.weights + others} if on_cpu else {}
+    return replace(
+        largest, facts=request.facts, memory=mem.PhaseMemory(largest.memory.parts | parts),
+        seconds=sum(plan.seconds for plan in plans), others=tuple(distinct[1:]),
+        other_weights=0.0 if on_cpu else others, together=on_cpu,
+    )  # fmt: skip
+
+
 def _costed(request: Request, choice: TrainingChoice) -> TeacherPlan:
     cluster, facts = request.cluster, request.facts
-    own = {"runtime": mem.runtime_bytes(request, choice, trains=False)}
-    whole = mem.logprobs_memory(request, choice, 0.0).parts | own
+    runtime = {"runtime": mem.runtime_bytes(request, choice, trains=False)}
+    whole = mem.logprobs_memory(request, choice, 0.0).parts | runtime
     states = [mem.state_bytes(facts, stage, choice) for stage in stages(facts, choice)]
     weights = max(state["weights"] for state in states)
     name, parts = request.of_teacher, ("activations", *(() if choice.valued else ("logits",)), "runtime")
     kept = {f"{name} {part}": whole[part] for part in parts}
     if request.workload.teacher_top:
-        kept[f"{name} likely tokens"] = mem.likely_tokens_bytes(request, choice, 8)
+        kept[f"{name} likely tokens"] = mem.likely_tokens_bytes(request, choice, 8 * request.teaching.lists)
     kept = {f"{name} weights": weights + max(state.get("gathered", 0.0) for state in states)} | kept
-    seconds, asleep = timing.logprobs_time(request, choice, passes=1), 0.0
+    seconds, asleep = request.teaching.passes * timing.logprobs_time(request, choice, passes=1), 0.0
     if not cluster.is_cpu and choice.valued and request.workload.staleness is not None:
         asleep = sum(kept.values())  # it scores while the policy trains
     elif not cluster.is_cpu:
         asleep = whole["runtime"] + CONTEXT_BYTES
         seconds += 2 * weights / (cluster.device.host_link * request.constants.pinned_copy)
-    # The last teacher of a step is the first of the next one.
-    seconds += (request.teachers - 1) * swap_seconds(request)
+    seconds += request.teaching.swaps * swap_seconds(request)
     return TeacherPlan(facts, choice, mem.PhaseMemory(kept), asleep, seconds, request.role)

@@ -11,7 +11,7 @@ from typing import Any
 from rlctl.config.parallel import SIZES
 from rlctl.errors import ConfigError, NoPlanError, RlctlError
 from rlctl.models.constraints import Problem
-from rlctl.planner.choice import LoraChoice
+from rlctl.planner.costs.adapters import lora_choice
 from rlctl.planner.inputs.cluster import DEVICES, GIB, ClusterFacts, cpu_device
 from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Plan, Rejected
@@ -19,6 +19,7 @@ from rlctl.planner.search import engine_search
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.feasible_plans import feasible_plans
 from rlctl.planner.search.layout_rules import size_problem
+from rlctl.settings.training import LoraConfig
 
 LARGEST_NODES = 4096
 SHOWN = 5
@@ -107,6 +108,11 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
         if 0.9 * cluster.nodes <= nodes < cluster.nodes:
             words = f"--nodes {nodes}: a number that parallel sizes divide"
             yield words, replace(request, cluster=replace(cluster, nodes=nodes))
+    if request.adapters is not None and request.adapters.held > 1:
+        for half in range(1, request.adapters.held.bit_length()):
+            held = request.adapters.held >> half
+            words = f"{held} of the {request.adapters.held} runs at once" if held > 1 else "one run at a time"
+            yield words, replace(request, adapters=replace(request.adapters, held=held))
     saving: dict[str, Any] = {}
     if pins.get("training.recompute") not in (None, "full"):
         saving["training.recompute"] = "full"
@@ -126,7 +132,8 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
         if length > workload.prompt_tokens:
             yield f"--max-length {length}", replace(request, workload=shorter)
     if request.adapters is None and workload.trains:
-        yield "adapters instead of all weights (training.lora.rank=16)", replace(request, adapters=LoraChoice(16))
+        adapters = lora_choice(request.facts, LoraConfig(rank=16))
+        yield "adapters instead of all weights (training.lora.rank=16)", replace(request, adapters=adapters)
     if request.engine.matrix_bytes is None and request.generation_bytes == 2.0:
         words = "float8 weights in the engines (vllm.quantization=fp8_per_block)"
         yield words, replace(request, engine=replace(request.engine, matrix_bytes=1.0))

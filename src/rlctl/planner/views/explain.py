@@ -7,8 +7,9 @@ from dataclasses import replace
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
+from rlctl.planner.costs.adapters import trained_parameters
 from rlctl.planner.costs.engines import generation_time, kv_bytes_per_token_on_device, weight_bytes
-from rlctl.planner.costs.parameters import Stage, count, rank_parameters, stages, trained_parameters
+from rlctl.planner.costs.parameters import Stage, count, rank_parameters, stages
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Request
 from rlctl.planner.result import Plan
@@ -99,12 +100,13 @@ def _teacher(request: Request, teacher: TeacherPlan) -> list[str]:
     number, tokens = timing.micro_batches(request, t)
     milliseconds = 1e3 * timing.forward_time(request, t, tokens).total
     moved = "" if request.cluster.is_cpu else ", and its weights from host memory and back"
-    if swaps := request.teachers - 1:
+    teaching = request.teaching
+    if swaps := teaching.swaps:
         moved += f", and {swaps} x {swap_seconds(request):.2f} s to read another teacher's weights"
     return [
         f"{count(teacher.facts).total / 1e9:.3f}B parameters as {t.parallel.name()}: weights {weights / GIB:.2f} "
         "GiB a rank, no gradients and no optimizer",
-        f"{teacher.seconds:.2f} s = {request.workload.optimizer_steps * number} forward passes of "
+        f"{teacher.seconds:.2f} s = {teaching.passes * request.workload.optimizer_steps * number:g} forward passes of "
         f"{milliseconds:.1f} ms{moved}",
     ]
 
@@ -124,14 +126,16 @@ def _generation(request: Request, g: GenerationChoice) -> list[str]:
 
 def _refit(request: Request, plan: Plan, t: TrainingChoice, g: GenerationChoice) -> list[str]:
     received, pieces = weight_bytes(request.facts, g), timing.tensor_count(request.facts)
-    seconds = timing.refit_time(request, t, g, plan.colocated, plan.mover)
+    terms = timing.refit_terms(request, t, g, plan.colocated, plan.mover)
+    seconds = sum(terms.values())
     lines = [f"{received / 1e9:.2f} GB a worker in parts of {pieces:,} tensors by {plan.mover}: {seconds:.2f} s"]
     if not request.cluster.is_cpu:
         device, constants = request.cluster.device, request.constants
         far, efficiency = timing.remote_share(t, request.cluster, plan.colocated), constants.refit_link_efficiency
+        lines.append(" + ".join(f"{name} {value:.2f} s" for name, value in terms.items() if value >= 0.005))
         lines.append(
-            f"{far:.0%} of it from other nodes at {device.network * efficiency / 1e9:.1f} GB/s, the rest at "
-            f"{device.link * efficiency / 1e9:.0f} GB/s ({efficiency:.0%} of the links), "
-            f"{1e6 * constants.refit_piece_s:.0f} us a tensor, {constants.refit_handshake_s:g} s of handshakes"
+            f"links: {far:.0%} of it from other nodes at {device.network * efficiency / 1e9:.1f} GB/s, the rest at "
+            f"{device.link * efficiency / 1e9:.0f} GB/s ({efficiency:.0%} of the links); boxes: "
+            f"{1e6 * constants.refit_piece_s:.0f} us a copy"
         )
     return lines

@@ -9,6 +9,8 @@ from dataclasses import replace
 from rlctl.models.constraints import unpacked_rule
 from rlctl.planner.choice import TEACHER_SIZES, GenerationChoice, TrainingChoice
 from rlctl.planner.costs.engines import full_step, generation_time, plan_kv, weight_bytes
+from rlctl.planner.costs.memory import waiting_adapter_bytes
+from rlctl.planner.costs.time import change_time
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import RESOLUTION
 from rlctl.planner.inputs.request import HEADROOM, Request
@@ -178,6 +180,14 @@ def _training_rules(plan: Plan, t: TrainingChoice, request: Request, rejected: l
         turns = "; both do not fit together, so they take turns on the devices."
         how = turns if t.critic_offload else ", and fits next to it."
         yield "critic", "turns" if t.critic_offload else "resident", f"Same size and layout as the policy{how}"
+    if t.adapters is not None and (held := t.adapters.held) > 1:
+        each = waiting_adapter_bytes(plan.facts, t) / 2**20
+        waits = f"{each:,.1f} MiB of weights and optimizer states each in host memory of a rank"
+        changes = f"A change of adapters takes {change_time(request, t):.2f} s of each step"
+        changes += "." if plan.generation is None else ", and a refit of the engines, which serve one at a time."
+        yield "adapters", held, f"One for each run; {_number(held - 1, 'adapter')} wait, with {waits}. {changes}"
+    if t.own_teacher:
+        yield "teacher", "own", "teacher.policy: one more copy of the weights on each rank, and a forward pass."
     if t.threads:
         yield "training.threads", t.threads, "A node's cores / its ranks."
 
@@ -186,6 +196,10 @@ def _teacher_rules(plan: Plan, teacher: TeacherPlan) -> Iterator[Ruled]:
     parallel = teacher.choice.parallel
     size = f"{teacher.memory.total / GIB:.1f} GiB"
     where = "in separate processes" if plan.cluster.is_cpu else "next to the policy's states"
+    if teacher.others:
+        turns = "Together they do not fit next to the policy: the others wait in host memory."
+        turns = "They fit next to each other and the policy." if teacher.together else turns
+        yield "teacher.models", f"{1 + len(teacher.others)} architectures", turns
     for key in TEACHER_SIZES:
         value = getattr(parallel, key)
         rule = f"The {teacher.label} fits without; a larger size would only add communication."

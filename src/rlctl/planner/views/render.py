@@ -11,7 +11,7 @@ from rlctl.errors import NoPlanError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TEACHER_SIZES, TRAINING_CHOSEN
 from rlctl.planner.costs.checkpoint import save_of
-from rlctl.planner.costs.memory import memory_checkpoint_bytes
+from rlctl.planner.costs.memory import memory_checkpoint_bytes, waiting_bytes
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.request import Workload
@@ -133,8 +133,10 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
     if teacher is not None:
         where = "next to the policy; " if not cluster.is_cpu else ""
         layout = f"{teacher.choice.parallel.name()}, {teacher.choice.precision}"
-        if (several := plan.request.teachers) > 1:
-            layout += f", {several} teachers in turn, one in memory"
+        if (several := plan.request.teaching.teachers) > 1:
+            kinds = 1 + len(teacher.others)
+            place = "all in memory" if kinds > 1 and teacher.together else "one in memory"
+            layout += f", {several} teachers{f' of {kinds} architectures' if kinds > 1 else ''} in turn, {place}"
         summary = f"{_size(teacher.facts)} parameters, {layout}, {where}{teacher.seconds:.1f} s a step"
         lines += wrapped(summary, f"  {'scores' if teacher.choice.valued else 'teacher':<12}", INDENT)
     if generation is not None:
@@ -243,8 +245,16 @@ def _memory_table(plan: Plan) -> list[str]:
         rows.append(
             f"    a save copies nothing, and training waits about {seconds:.0f} s until it is written: {reason}"
         )
-    rows += _memory_checkpoints(plan)
+    rows += [*_waiting_adapters(plan), *_memory_checkpoints(plan)]
     return [row.rstrip() for row in rows]
+
+
+def _waiting_adapters(plan: Plan) -> list[str]:
+    """Return the line about adapters that wait for their turn, if the plan is of a sweep."""
+    if plan.training is None or plan.training.adapters is None or (held := plan.training.adapters.held) == 1:
+        return []
+    size = waiting_bytes(plan.facts, plan.training) / 2**20
+    return [f"    {size:,.1f} MiB of host memory a rank: {held} adapters with their optimizer states, which take turns"]
 
 
 def _memory_checkpoints(plan: Plan) -> list[str]:

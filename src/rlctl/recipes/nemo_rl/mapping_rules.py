@@ -130,16 +130,11 @@ def not_read(key: str, leaves: Mapping[str, Any], foreign: str | None) -> str | 
     return None
 
 
-ALGORITHMS = {
-    "sft": "supervised fine-tuning (SFT)",
-    "dpo": "direct preference optimization (DPO)",
-    "rm": "the training of reward models (RM)",
-    "distillation": "distillation from several teachers at once",
-}
-"""Sections of NeMo-RL's other algorithms; rlctl runs the algorithms in `OF_TEXTS`."""
 ONE_TEACHER = "teachers.0"
-"""The only entry of off-policy distillation's list of teachers, with its tokenizer."""
+"""The first entry of off-policy distillation's list of teachers, with its tokenizer."""
 OF_TEXTS = ("sft", "dpo", "rm")
+ALGORITHMS = (*OF_TEXTS, "distillation")
+"""Sections of NeMo-RL's other algorithms than GRPO."""
 OF_PAIRS = ("dpo", "rm")
 TASKS = {
     "aime2024": "aime24",
@@ -229,10 +224,50 @@ def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
     if algorithm in OF_TEXTS:
         return None, algorithm
     if algorithm is not None:
-        return f"This recipe is of {ALGORITHMS[algorithm]}, which rlctl does not run yet.", algorithm
-    if leaves.get("on_policy_distillation.enabled") is True:
-        return "This recipe distills from teachers by agent, and rlctl has one teacher for all prompts.", "distillation"
+        return "This recipe distills and names no teacher (`teacher.model_name`, or `teachers`).", algorithm
     return None, "grpo" if "grpo" in sections else None
+
+
+AGENTS = "on_policy_distillation.teacher_model_by_agent_name."
+"""The teacher of each agent of NeMo Gym."""
+
+
+def agents_teachers(leaves: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the agents of NeMo Gym of each teacher."""
+    agents: dict[str, list[str]] = {}
+    for key, value in leaves.items():
+        if key.startswith(AGENTS):
+            agents.setdefault(str(value), []).append(key.removeprefix(AGENTS))
+    return agents
+
+
+def agents_teacher(leaf: Leaf) -> None:
+    """Map the teachers of all agents: one, or one by the agent that a row names. The default one has the other rows."""
+    agents, default = agents_teachers(leaf.leaves), leaf.get("on_policy_distillation.default_teacher_alias")
+    if len(agents) == 1:
+        leaf.map_all({"teacher.model": leaf.value})
+        return
+    falls_back = default is not None and not leaf.get("on_policy_distillation.strict_agent_name_match")
+    models = [
+        {"model": model, "sources": [*names, *(["*"] if falls_back and default in names else [])]}
+        for model, names in agents.items()
+    ]
+    leaf.map_all({"teacher.field": "agent_ref.name", "teacher.models": models})
+
+
+def distills(rule: Rule) -> Rule:
+    """Return the rule of a key of distillation on the rollouts of NeMo Gym's agents."""
+    return when(
+        lambda leaf: leaf.get("on_policy_distillation.enabled") is True, rule, "on_policy_distillation is off"
+    )  # fmt: skip
+
+
+def no_ratio(leaf: Leaf) -> None:
+    """Map a loss without PPO's ratio, which is 1 where a batch is one optimizer step."""
+    if leaf.value and step_rollouts(leaf) != leaf.get("policy.train_global_batch_size"):
+        leaf.say("not yet", "with several optimizer steps of a batch the loss has the ratio of PPO", "loss.clip_low")
+    else:
+        leaf.skip("with one optimizer step of a batch the ratio is 1" if leaf.value else "what rlctl does")
 
 
 STEPS = ("grpo.", "distillation.", "sft.", "dpo.", "rm.")
@@ -248,13 +283,57 @@ def across_tokenizers(rule: Rule, otherwise: str | Rule = "the teacher has the p
     return when(lambda leaf: leaf.result.values.get("run.algorithm") == "distill", rule, otherwise)
 
 
+FURTHER = re.compile(r"teachers\.(\d+)\.")
+"""A key of a teacher behind the first, whose keys are read as of the section `teacher`."""
+
+
+def weights_of_teachers(leaf: Leaf) -> dict[str, float]:
+    """Return the weight of each of `teachers`, by the beginning of its keys."""
+    further = dict.fromkeys(found[0] for key in leaf.leaves if (found := FURTHER.match(key)))
+    weights = {place: leaf.get(f"{place}weight") for place in ("teacher.", *further)}
+    return {place: 1.0 if weight is None else weight for place, weight in weights.items()}
+
+
+def several_teachers(leaf: Leaf) -> bool:
+    return len(weights_of_teachers(leaf)) > 1
+
+
+def teachers_of_texts(leaf: Leaf) -> None:
+    """Map the teachers of plain texts. Several are compared one by one, each with its own tokenizer; for one with the
+    policy's tokens that is the same divergence."""
+    weights = weights_of_teachers(leaf)
+    if len(weights) == 1:
+        leaf.map("teacher.model", leaf.value)
+        return
+    models = [
+        {"model": leaf.get(f"{place}model_name"), "weight": weight, "own_tokenizer": True}
+        for place, weight in weights.items()
+    ]
+    leaf.map_all({"teacher.models": models, "teacher.mix": "divergences"})
+
+
+def further_teacher(leaf: Leaf) -> None:
+    """Map a key of a teacher behind the first that `teachers_of_texts` does not read."""
+    name = FURTHER.sub("", leaf.name)
+    if name in ("model_name", "weight"):
+        leaf.skip("read with teachers.0.model_name")
+    elif leaf.value == leaf.get(f"teacher.{name}"):
+        leaf.skip("as of the first teacher")
+    elif name.endswith("parallel_size"):
+        leaf.say("changed", "all teachers have the layout of the first")
+    else:
+        leaf.skip("the teacher has its own tokenizer and computes log-probs alone, on the rows of training")
+
+
 def loss_scaling(leaf: Leaf) -> None:
-    """Map whether the divergence is scaled to the cross entropy, which has the weight 1 then."""
+    """Map whether the divergence is scaled to the cross entropy, which has the weight 1 then. The recipe's divergences
+    are multiplied by the teachers' weights, and rlctl's by their shares."""
     if leaf.value:
         leaf.map_all({"distillation.balanced": True, "distillation.sft_weight": 1.0})
     else:
         reason = "the divergence of chunks is averaged over all tokens of a batch, and not over its chunks"
-        leaf.set("distillation.weight", leaf.get("loss_fn.kl_loss_weight") or 1.0)
+        total = sum(weights_of_teachers(leaf).values()) if several_teachers(leaf) else 1.0
+        leaf.set("distillation.weight", total * (leaf.get("loss_fn.kl_loss_weight") or 1.0))
         leaf.set("distillation.sft_weight", leaf.get("loss_fn.ce_loss_scale") or 0.0)
         leaf.say("changed", reason)
 
@@ -359,6 +438,8 @@ def estimator(leaf: Leaf) -> None:
         leaf.skip("what rlctl does")
     elif leaf.value == "gae" and leaf.result.values.get("run.algorithm") == "ppo":
         leaf.skip("what --algorithm ppo does")
+    elif leaf.value == "opd" and leaf.get("on_policy_distillation.enabled") is True:
+        leaf.map_all({"run.algorithm": "distillation", "distillation.loss": "sampled"})
     elif leaf.value == "reinforce_plus_plus":
         minus = leaf.get("grpo.adv_estimator.minus_baseline") is not False
         leaf.map("run.algorithm", "reinforce++-baseline" if minus else "reinforce++")
@@ -637,10 +718,12 @@ def states_on_host(leaf: Leaf) -> None:
 
 
 def dtensor_adapters(leaf: Leaf) -> None:
-    """Map the rank of adapters on all layers except excluded ones; targets have the model's names."""
+    """Map the rank of adapters and the layers that have them: named ones, or all but excluded ones."""
     targets, excluded = (leaf.get(f"{DTENSOR}.lora_cfg.{key}") for key in ("target_modules", "exclude_modules"))
-    if targets or (leaf.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False and not excluded):
-        leaf.say("not yet", "adapters are on all layers of attention and MLP, or of one of them", "training.lora.rank")
+    if targets:
+        leaf.map_all({"training.lora.rank": leaf.value, "training.lora.targets": targets})
+    elif leaf.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False and not excluded:
+        leaf.say("not yet", "neither match_all_linear nor names: no layers have adapters", "training.lora.rank")
     else:
         leaf.map("training.lora.rank", leaf.value)
 
@@ -773,13 +856,14 @@ def granularity_holds(leaf: Leaf) -> bool:
 
 
 def adapted_layers(leaf: Leaf) -> None:
-    """Map layers to groups of layers; an empty list means all."""
-    groups = sorted({ADAPTED[layer] for layer in leaf.value or ADAPTED if layer in ADAPTED})
-    if set(leaf.value or ADAPTED) == {layer for layer, group in ADAPTED.items() if group in groups}:
-        leaf.map("training.lora.targets", groups)
+    """Map layers to groups of layers, or else Megatron's names; an empty list means all."""
+    layers = leaf.value or [*ADAPTED]
+    if not isinstance(layers, list):
+        leaf.say("not yet", "it is no list of names", "training.lora.targets")
         return
-    reason = "adapters are on both layers of attention (linear_qkv, linear_proj), of the MLP (linear_fc1, linear_fc2)"
-    leaf.say("not yet", f"{reason}, or of both")
+    groups = sorted({ADAPTED[layer] for layer in layers if layer in ADAPTED})
+    whole = set(layers) == {layer for layer, group in ADAPTED.items() if group in groups}
+    leaf.map("training.lora.targets", groups if whole else layers)
 
 
 def handed_on(key: str) -> str:

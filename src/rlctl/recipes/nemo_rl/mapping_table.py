@@ -18,7 +18,7 @@ from rlctl.recipes.nemo_rl.mapping_rules import (
     without,
 )
 from rlctl.recipes.nemo_rl.quant_cfg import quantized_engines, quantized_training
-from rlctl.recipes.rules import Rule, differs, if_on, logs, only, to, when
+from rlctl.recipes.rules import Leaf, Rule, differs, if_on, logs, only, to, when
 
 RENAMED = {
     "policy.dtensor_config": DTENSOR,
@@ -112,6 +112,24 @@ _SFT_AND_DPO: dict[str, Rule] = {
 
 GOLD = only(None, False, reason="the gold loss, which compares sorted probabilities of tokens without a counterpart, "
             "is not computed")  # fmt: skip
+
+
+_OF_EACH: dict[str, Rule] = {
+    "projection_matrix_path": differs(None, reason="the projection is computed from the two tokenizers"),
+    **dict.fromkeys(["gold_loss", "xtoken_loss"], GOLD),
+    "quant_cfg": only(None, reason="the teacher is computed in model.dtype"),
+}
+"""Keys of each of several teachers."""
+
+
+def _further_teacher(leaf: Leaf) -> None:
+    _OF_EACH.get(rules.FURTHER.sub("", leaf.name), rules.further_teacher)(leaf)
+
+
+def of_several(rule: Rule) -> Rule:
+    return when(rules.several_teachers, rule, "there is one teacher")
+
+
 _DISTILLATION: dict[str, Rule] = {
     **{f"distillation.{key}": rule for key, rule in _STEPS.items()},
     "distillation.topk_logits_k": to("distillation.top_k"),
@@ -131,13 +149,19 @@ _DISTILLATION: dict[str, Rule] = {
             **dict.fromkeys(["kl_loss_weight", "ce_loss_scale"], without("read with loss_fn.dynamic_loss_scaling")),
             **dict.fromkeys(["gold_loss", "xtoken_loss"], GOLD),
             "uncommon_topk": without("read with loss_fn.gold_loss"),
-            **dict.fromkeys(["kd_loss_mode", "sum_weights_metric", "alpha", "normalize_teacher_by_vocab"],
-                            without("there is one teacher")),
+            "kd_loss_mode": of_several(only(None, "sum", reason="the weighted sum of the divergences is computed")),
+            "sum_weights_metric": of_several(only(None, reason="teachers have fixed weights")),
+            "normalize_teacher_by_vocab": of_several(only(None, False, reason="teachers have fixed weights")),
+            "alpha": of_several(without("read with loss_fn.sum_weights_metric")),
         }.items()
     },
-    "teacher.projection_matrix_path": differs(None, reason="the projection is computed from the two tokenizers"),
-    **dict.fromkeys(["teacher.gold_loss", "teacher.xtoken_loss"], GOLD),
-    "teacher.weight": only(None, 1, 1.0, reason="distillation.weight is the weight of the only teacher"),
+    **{f"teacher.{key}": rule for key, rule in _OF_EACH.items()},
+    "teachers.*": _further_teacher,
+    "teacher.weight": when(
+        rules.several_teachers,
+        without("read with teachers.0.model_name"),
+        only(None, 1, 1.0, reason="distillation.weight is the weight of the only teacher"),
+    ),
     "loss_fn.mixed_kl_weight": without("read with loss_fn.kl_type"),
     "loss_fn.zero_outside_topk": when(
         "teacher.model_name",
@@ -145,13 +169,12 @@ _DISTILLATION: dict[str, Rule] = {
              settled_by="distillation.outside"),
         "the recipe has no teacher",
     ),
-    "teacher.model_name": to("teacher.model"),
+    "teacher.model_name": rules.teachers_of_texts,
     "teacher.precision": when(
         lambda leaf: leaf.value in (None, leaf.get("policy.precision")),
         without("the teacher is in model.dtype, as the policy is"),
         differs(reason="the teacher is computed in model.dtype, as the policy is"),
     ),
-    "teacher.quant_cfg": only(None, reason="the teacher is computed in model.dtype"),
     "teacher.tokenizer.*": rules.across_tokenizers(
         without("the teacher has its own"), without("the teacher must have the policy's tokenizer, which is checked")
     ),
@@ -168,6 +191,42 @@ _DISTILLATION: dict[str, Rule] = {
     "teacher.dtensor_cfg.tensor_parallel_size": to("teacher.tp"),
     "teacher.dtensor_cfg.context_parallel_size": to("teacher.cp"),
     "teacher.*": without("the teacher computes log-probs alone, on the rows of training"),
+}  # fmt: skip
+
+_TEACHERS = "on_policy_distillation.non_colocated_teachers"
+_OPD: dict[str, Rule] = {
+    "on_policy_distillation.enabled": rules.distills(without("read with grpo.adv_estimator.name")),
+    f"{rules.AGENTS}*": rules.distills(rules.agents_teacher),
+    "on_policy_distillation.default_teacher_alias": rules.distills(without("read with teacher_model_by_agent_name")),
+    "on_policy_distillation.strict_agent_name_match": rules.distills(
+        when(
+            lambda leaf: len(rules.agents_teachers(leaf.leaves)) > 1,
+            without("read with teacher_model_by_agent_name"),
+            differs(None, False, reason="rows of every agent have the teacher"),
+        )
+    ),
+    "on_policy_distillation.deduplicate_shared_teacher_checkpoints": rules.distills(
+        without("agents of one checkpoint have one teacher")
+    ),
+    "on_policy_distillation.orm_advantage_weight": rules.distills(to("distillation.reward_weight")),
+    "on_policy_distillation.use_orm_advantage": rules.distills(without("read with orm_advantage_weight")),
+    f"{_TEACHERS}.enabled": rules.distills(
+        differs(None, False, reason="the teacher takes turns with the policy on its devices")
+    ),
+    **{
+        f"{_TEACHERS}.default_teacher_cfg.{theirs}": rules.distills(to(f"teacher.{ours}"))
+        for theirs, ours in {
+            "tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp",
+            "expert_model_parallel_size": "ep",
+        }.items()
+    },
+    f"{_TEACHERS}.default_teacher_cfg.precision": rules.distills(
+        differs(None, "bf16", "bfloat16", reason="the teacher is computed in model.dtype, as the policy is")
+    ),
+    f"{_TEACHERS}.default_teacher_cfg.*": rules.distills(without("the teacher has the policy's devices and rows")),
+    f"{_TEACHERS}.teacher_overrides.*": rules.distills(
+        differs(None, reason="all teachers have the layout of `teacher`")
+    ),
 }  # fmt: skip
 
 _GRPO: dict[str, Rule] = {
@@ -250,7 +309,7 @@ _GRPO: dict[str, Rule] = {
     "loss_fn.sequence_level_importance_ratios": if_on(rules.sequence_ratios),
     "loss_fn.kl_input_clamp_value": penalized(only(None, 20, 20.0, reason="the log-ratio is limited to 20")),
     "loss_fn.kl_output_clamp_value": penalized(to("loss.kl_cap")),
-    "loss_fn.disable_ppo_ratio": only(None, False, reason="the loss is PPO's"),
+    "loss_fn.disable_ppo_ratio": rules.no_ratio,
     "loss_fn.force_on_policy_ratio": rules.on_policy_ratio,
     "loss_fn.sum_weights_metric": LOGS,
     "loss_fn.use_kl_in_reward": rules.kl_in_reward,
@@ -344,7 +403,7 @@ _POLICY: dict[str, Rule] = {
     f"{DTENSOR}.lora_cfg.exclude_modules": to("training.lora.exclude"),
     f"{DTENSOR}.lora_cfg.alpha": to("training.lora.alpha"),
     f"{DTENSOR}.lora_cfg.dropout": only(0, None, reason="log-probs under dropout are not the sampling policy's"),
-    f"{DTENSOR}.lora_cfg.dropout_position": without("there is no dropout"),
+    f"{DTENSOR}.lora_cfg.dropout_position": without("dropout acts on the input of A"),
     f"{DTENSOR}.lora_cfg.lora_A_init": differs(reason="A begins uniform (Kaiming), as the paper's code has it"),
     f"{DTENSOR}.lora_cfg.*": without("read with lora_cfg.dim"),
     f"{DTENSOR}.env_vars.*": rules.variables("training.env"),
@@ -413,7 +472,7 @@ _MEGATRON: dict[str, Rule] = {
     "peft.target_modules": rules.adapted_layers,
     "peft.exclude_modules": to("training.lora.exclude"),
     "peft.dropout": only(0, None, reason="log-probs under dropout are not the sampling policy's"),
-    "peft.dropout_position": without("there is no dropout"),
+    "peft.dropout_position": without("dropout acts on the input of A"),
     "peft.lora_A_init_method": differs(reason="A begins uniform (Kaiming), as the paper's code has it"),
     "peft.lora_B_init_method": only("zero", reason="B begins as 0: the policy is its base at first"),
     "peft.lora_dtype": only(None, "None", reason="adapters are in model.dtype"),
@@ -676,6 +735,7 @@ _REST: dict[str, Rule] = {
 RULES: dict[str, Rule] = (
     _GRPO
     | _DISTILLATION
+    | _OPD
     | _SFT_AND_DPO
     | _POLICY
     | {f"{MEGATRON}.{key}": rule for key, rule in _MEGATRON.items()}

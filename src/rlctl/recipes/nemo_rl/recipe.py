@@ -25,6 +25,7 @@ from rlctl.recipes.hydra import Override, sentence
 from rlctl.recipes.nemo_rl.images import MODEL, on_dtensor
 from rlctl.recipes.nemo_rl.mapping_rules import (
     FOREIGN,
+    FURTHER,
     HANDED_ON,
     LOGGERS,
     OF_THE_ALGORITHM,
@@ -149,7 +150,7 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     result = Import(path or Path("recipe.yaml"), trainer=TRAINER)
     before = read_recipe(path) if overrides else {}
     result.before = {renamed(key): value for key, value in leaves_of(before)}
-    with_teacher = _with_one_teacher(dict(leaves_of(read_recipe(path, overrides, result.files))))
+    with_teacher = _with_teachers(dict(leaves_of(read_recipe(path, overrides, result.files))))
     overridden = {key for override in overrides for key in given_keys(override)}
     result.overridden = frozenset(map(renamed, overridden))
     for key in with_teacher:
@@ -159,7 +160,8 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     constants = {key: value for key, value in leaves.items() if not isinstance(value, Unresolved)}
     result.foreign, algorithm = foreign_kind(constants)
     if algorithm == "distill":
-        result.set("teacher.own_tokenizer", True, f"{ONE_TEACHER}.tokenizer")
+        if not any(FURTHER.match(key) and not key.startswith(f"{ONE_TEACHER}.") for key in leaves):
+            result.set("teacher.own_tokenizer", True, f"{ONE_TEACHER}.tokenizer")
         leaves, constants = (
             {_of_teacher(key): value for key, value in mapping.items()} for mapping in (leaves, constants)
         )
@@ -214,11 +216,13 @@ def _explain_unknown(result: Import, typed: set[str]) -> None:
             result.entries[index] = replace(entry, note=f"{entry.note}; did you mean {close}?")
 
 
-def _with_one_teacher(leaves: dict[str, Any]) -> dict[str, Any]:
+def _with_teachers(leaves: dict[str, Any]) -> dict[str, Any]:
     listed = leaves.get("teachers")
-    if not isinstance(listed, list) or len(listed) != 1 or not isinstance(listed[0], Mapping):
+    if not isinstance(listed, list) or not listed or not all(isinstance(each, Mapping) for each in listed):
         return leaves
-    teacher_keys = {f"{ONE_TEACHER}.{key}": value for key, value in leaves_of(listed[0])}
+    teacher_keys = {
+        f"teachers.{number}.{key}": value for number, each in enumerate(listed) for key, value in leaves_of(each)
+    }
     kept = {key: value for key, value in leaves.items() if key != "teachers" and key.partition(".")[0] != "teacher"}
     return kept | teacher_keys
 
@@ -397,7 +401,7 @@ def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> Di
     problem = f"`defaults` of {chain[-1].name}:" if chain else "NeMo-RL recipe"
     text = read_text(path, problem, FILE_LIMIT_BYTES)
     try:
-        values: Any = OmegaConf.create(text)
+        values: Any = OmegaConf.create(_parsed(text))
         if not OmegaConf.is_dict(values):
             raise ConfigError(f"{problem} {path} must hold sections of keys, not a list.")
         parents = values.pop("defaults", None) or []
@@ -410,19 +414,28 @@ def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> Di
                 raise ConfigError(
                     reason, "Keep recipes in the folders that they have in NeMo-RL, or copy this file, too."
                 )
-            merged = _merged(merged, _with_defaults(path.parent / parent, (*chain, place), files))
-        return _merged(merged, values)
+            _merge(merged, _with_defaults(path.parent / parent, (*chain, place), files))
+        _merge(merged, values)
+        return merged
     except yaml.YAMLError as error:
         raise ConfigError(f"{problem} {path} is not valid YAML: {explain(error)}.") from error
     except (OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{problem} {path} cannot be read: {sentence(error)}.") from error
 
 
-def _merged(under: DictConfig, over: DictConfig) -> Any:
+@functools.lru_cache(maxsize=32)
+def _parsed(text: str) -> Any:
+    """Return a file's values, which `import_recipe` reads once more with overrides."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+
+
+def _merge(under: DictConfig, over: DictConfig) -> None:
     from omegaconf import OmegaConf
 
     for key in list(over):
         plain = not OmegaConf.is_missing(over, key) and not OmegaConf.is_interpolation(over, key)
         if plain and OmegaConf.is_dict(over[key]) and over[key].pop("_override_", False):
             under.pop(key, None)
-    return OmegaConf.merge(under, over)
+    under.merge_with(over)

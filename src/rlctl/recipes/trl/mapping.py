@@ -282,19 +282,19 @@ _ALL: dict[str, Rule] = {
     "use_peft": without("read with lora_r"),
     "lora_r": when("use_peft", to("training.lora.rank"), "LoRA is off"),
     "lora_alpha": when("use_peft", to("training.lora.alpha"), "LoRA is off"),
-    "lora_dropout": differs(None, 0, 0.0, reason="adapters have no dropout"),
-    "lora_target_modules": only(
-        None,
-        "all-linear",
-        reason="rlctl names the layers with adapters in its own way",
-        settled_by="training.lora.targets",
+    "lora_dropout": differs(None, 0, 0.0, reason="training.lora.dropout trains with it, in methods without engines"),
+    "lora_target_modules": when(
+        lambda leaf: leaf.value not in (None, "all-linear"), to("training.lora.targets"), without("what rlctl does")
+    ),
+    "use_rslora": when("use_rslora", to("training.lora.rslora"), without("what rlctl does")),
+    "lora_modules_to_save": when(
+        "lora_modules_to_save", to("training.lora.modules_to_save"), without("what rlctl does")
+    ),
+    "lora_target_parameters": only(
+        None, reason="stacks of experts are named beside layers", settled_by="training.lora.targets"
     ),
     **each(
-        "lora_target_parameters lora_modules_to_save",
-        only(None, reason="adapters are on linear layers alone", settled_by="training.lora.targets"),
-    ),
-    **each(
-        "use_rslora use_dora load_in_8bit load_in_4bit",
+        "use_dora load_in_8bit load_in_4bit",
         only(None, False, reason="adapters are plain LoRA in the model's precision", settled_by="training.lora.rank"),
     ),
     **each(

@@ -236,10 +236,11 @@ def backend(leaf: Leaf) -> None:
 
 
 def lora_targets(leaf: Leaf) -> None:
+    """Map PEFT's names; on models without experts all-linear is what rlctl adapts by default."""
     if leaf.value in (None, "all-linear"):
         leaf.skip("what rlctl does")
     else:
-        leaf.say("not yet", "rlctl names the layers with adapters in its own way", "training.lora.targets")
+        leaf.map("training.lora.targets", leaf.value)
 
 
 def transformer(leaf: Leaf) -> None:
@@ -409,15 +410,22 @@ def critic_model(leaf: Leaf) -> None:
 
 
 def distilled(leaf: Leaf) -> None:
-    """Map distillation on the policy's rollouts from one teacher."""
-    place = "distillation.teacher_models."
-    models = {key: value for key, value in leaf.leaves.items() if key.startswith(place) and key.endswith("model_path")}
+    """Map distillation on the policy's rollouts from one teacher, or from teachers by a field of the rows."""
+    place, end = "distillation.teacher_models.", ".model_path"
+    models = {key: value for key, value in leaf.leaves.items() if key.startswith(place) and key.endswith(end)}
+    if len(models) > 1:  # verl leaves its default out where others are listed
+        models.pop(f"{place}teacher_model{end}", None)
+    keys = [leaf.leaves.get(key.removesuffix(end) + ".key") for key in models]
     if not leaf.value:
         leaf.skip("there is no teacher")
-    elif len(models) != 1:
-        leaf.say("not yet", "rlctl has one teacher for all prompts", "teacher.model")
+    elif not models or (len(models) > 1 and None in keys):
+        leaf.say("not yet", "each of several teachers has a model_path and a key", "teacher.models")
     else:
         values = {"run.algorithm": "distillation", "teacher.model": next(iter(models.values()))}
+        if len(models) > 1:
+            listed = [{"model": path, "sources": [key]} for path, key in zip(models.values(), keys, strict=True)]
+            field = leaf.get("distillation.teacher_key") or "data_source"
+            values = {"run.algorithm": "distillation", "teacher.field": field, "teacher.models": listed}
         if leaf.get("distillation.distillation_loss.loss_mode") == "forward_kl_topk":
             top = leaf.get("distillation.distillation_loss.topk") or 64
             values |= {"distillation.loss": "top-k", "distillation.top_k": top, "distillation.forward_share": 1.0}
@@ -492,8 +500,8 @@ MODEL_KEYS: dict[str, Rule] = {
     "target_modules": lora_targets,
     "lora.target_modules": lora_targets,
     "exclude_modules": without("rlctl has no adapters in the part of images"),
-    "lora_adapter_path": only(
-        None, reason="adapters begin as new ones; --model RUN goes on from a run's", settled_by="model.name"
+    "lora_adapter_path": when(
+        lambda leaf: leaf.value, to("training.lora.adapter"), without("adapters begin as new ones")
     ),
     **each(
         "", "lora.merge lora.lora_A_init_method lora.type lora.dropout", without("adapters begin as in their paper")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
-from rlctl.backends.vllm.weights import read_back
 from rlctl.errors import VerificationError
 
 
@@ -27,28 +28,36 @@ class Model(torch.nn.Module):
         self.rotary = Rotary()
 
 
-def differing(model: Model) -> list[str]:
+@pytest.fixture(scope="module")
+def read_back() -> ModuleType:
+    """The module, which imports vLLM."""
+    from rlctl.backends.vllm.weights import read_back
+
+    return read_back
+
+
+def differing(read_back: ModuleType, model: Model) -> list[str]:
     return [reading.tensor for reading in read_back.read_buffers(model) if reading.value != reading.expected]
 
 
-def test_a_table_that_a_layer_rounds_to_its_precision_is_unchanged() -> None:
+def test_a_table_that_a_layer_rounds_to_its_precision_is_unchanged(read_back: ModuleType) -> None:
     model = Model()
     read_back.record_buffers(model)
-    assert differing(model) == []
+    assert differing(read_back, model) == []
     model.rotary.cos_sin_cache = model.rotary.cos_sin_cache.to(torch.bfloat16)
-    assert differing(model) == []
+    assert differing(read_back, model) == []
     model.rotary.cos_sin_cache[3, 2] *= -1
-    assert differing(model) == ["rotary.cos_sin_cache"]
+    assert differing(read_back, model) == ["rotary.cos_sin_cache"]
 
 
-def test_no_other_buffer_may_be_rounded() -> None:
+def test_no_other_buffer_may_be_rounded(read_back: ModuleType) -> None:
     model = Model()
     read_back.record_buffers(model)
     model.rotary.scale = model.rotary.scale.to(torch.bfloat16)
-    assert differing(model) == ["rotary.scale"]
+    assert differing(read_back, model) == ["rotary.scale"]
 
 
-def test_a_table_that_was_wrong_from_the_start_is_told_from_one_that_has_changed() -> None:
+def test_a_table_that_was_wrong_from_the_start_is_told_from_one_that_has_changed(read_back: ModuleType) -> None:
     model = Model()
     model.rotary.cos_sin_cache[0, 0] += 2.0**-13  # as the first parallel cosine of a process can be off
     with pytest.raises(VerificationError, match=r"rotary\.cos_sin_cache.* wrong since .* process began.* 1\.2e-04"):
@@ -56,4 +65,4 @@ def test_a_table_that_was_wrong_from_the_start_is_told_from_one_that_has_changed
     model = Model()
     read_back.record_buffers(model)
     model.rotary.cos_sin_cache[0, 0] += 2.0**-13
-    assert differing(model) == ["rotary.cos_sin_cache"]
+    assert differing(read_back, model) == ["rotary.cos_sin_cache"]

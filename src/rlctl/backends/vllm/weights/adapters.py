@@ -1,7 +1,8 @@
 """Adapters in a vLLM worker that has the base of the adapted matrices: receive A and B, and compute with them.
 
 With `delta` the worker keeps the base, computes base + scale B A as the trainer does, and writes the result where a
-received weight goes. With `adapters` each product of a matrix is followed by scale B (A x); nothing is packed again.
+received weight goes. With `adapters` each product of a matrix is followed by scale B (A x), as the trainer's; nothing
+is packed again.
 
 The sum of a row and column has the same bits whichever rows and columns a process computes (measured with torch 2.13's
 `addmm` on x86: 1 to 4 parts of either axis, ranks 1 to 64), so merged matrices are compared exactly with the trainer's.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -116,12 +116,6 @@ class WorkerAdapters(ReceivingEnd):
                     first += part.rows
                 if parts:
                     self._parts[matrix.param], self._modules[matrix.param] = parts, matrix.module
-                if parts and adds and dtype_name(matrix) != "float32":
-                    raise ConfigError(
-                        f"training.lora.refit = adapters needs engines in float32, and {matrix.full_name} is "
-                        f"{dtype_name(matrix)}.",
-                        "Set training.lora.refit=delta.",
-                    )
                 if parts and not adds:
                     dtype = dtype_of(dtype_name(matrix))
                     kept[matrix.param] = torch.empty(first, matrix.columns, dtype=dtype, device=self.device)
@@ -147,25 +141,7 @@ class WorkerAdapters(ReceivingEnd):
             name: torch.zeros(spec.shape, dtype=dtype_of(spec.dtype), device=self.device)
             for name, spec in params.items()
         }
-        self._stack()
         self.writer = DirectWriter(self.targets)
-
-    def _stack(self) -> None:
-        """Lay B of the parts that share A one below the other; `_memory` has views of them."""
-        self._stacked: dict[str, torch.Tensor] = {}
-        for parts in self._parts.values():
-            for _, members in groupby(parts, lambda part: (part.a, part.row.scale)):
-                together = list(members)
-                if any(one.rows.stop != other.rows.start for one, other in pairwise(together)):
-                    raise ConfigError(
-                        f"training.lora.refit: {together[0].row.tensor} and its neighbors do not touch.",
-                        "Set training.lora.refit=merged.",
-                    )
-                stacked = torch.cat([self._memory[part.b] for part in together])
-                self._stacked[together[0].b] = stacked
-                first = together[0].rows.start
-                for part in together:
-                    self._memory[part.b] = stacked[part.rows.start - first : part.rows.stop - first]
 
     def _boxes(self) -> dict[str, tuple[str, tuple[Span, ...]]]:
         return {name: box for parts in self._parts.values() for part in parts for name, box in part.boxes.items()}
@@ -202,12 +178,9 @@ class WorkerAdapters(ReceivingEnd):
                 module.cpu_linear = AddedProduct(module.cpu_linear, list(self._added(self._parts[param])))
 
     def _added(self, parts: list[_Part]) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, float]]:
-        """Yield the adapters of a matrix. Neighbors that share A are one product."""
-        groups = groupby(parts, lambda part: (part.a, part.row.scale))
-        for (a, scale), members in groups:
-            together = list(members)
-            rows = slice(together[0].rows.start, together[-1].rows.stop)
-            yield rows, self._memory[a], self._stacked[together[0].b], scale
+        """Yield the adapters of a matrix."""
+        for part in parts:
+            yield part.rows, self._memory[part.a], self._memory[part.b], part.row.scale
 
     def _merge(self) -> None:
         live = self.weights.parameters.targets()

@@ -20,6 +20,9 @@ CORRECTION_BIAS = "e_score_correction_bias"
 # Architectures whose modules in vLLM have other names than the published tensors: (vLLM's, published).
 RENAMED = {
     "GptOssForCausalLM": ((".attn.", ".self_attn."), ("model.embedding.", "model.embed_tokens.")),
+    "MiniMaxM2ForCausalLM": ((f".gate.{CORRECTION_BIAS}", f".{CORRECTION_BIAS}"),),
+    "HYV3ForCausalLM": ((f".gate.{CORRECTION_BIAS}", ".expert_bias"), (".mlp.gate.", ".mlp.router.gate.")),
+    "LagunaForCausalLM": ((f".gate.{CORRECTION_BIAS}", f".experts.{CORRECTION_BIAS}"),),
     "GPTNeoXForCausalLM": (("lm_head.", "embed_out."),),
     "Qwen2_5_VLForConditionalGeneration": (
         ("language_model.model.", "model."),
@@ -39,6 +42,7 @@ REORDERED = {
     "FalconForCausalLM": ("query_key_value",),
     "GPT2LMHeadModel": ("c_attn", "c_proj", "c_fc"),
 }
+DIVIDED_NORM = "MiniMaxText01RMSNormTP"  # over all heads together, of which a rank has some
 DIGIT_BITS = 8  # indices travel as digits that every floating-point type of weights holds exactly
 
 
@@ -322,6 +326,13 @@ def _of_module(
     elif "RoutedExperts" in kind or ("FusedMoE" in kind and hasattr(module, "w13_weight")):
         yield from _experts(path, module)
         yield from _correction_bias(path, module, f"{_block(path)}.gate", derived=True)
+    elif "MiniMaxM2MoE" in kind:  # it hands its bias on to the experts
+        yield from _correction_bias(path, module, path)
+    elif DIVIDED_NORM in kind:
+        norm: Any = module
+        ranks, rank = norm.weight_shard_world, norm.weight_shard_rank
+        rows = held.equal_rows(norm.weight.shape[0] * ranks, ranks, rank)
+        yield _stored(held.stacked_rows(path, "weight", [f"{path}.weight"], [rows]), module)
     elif "Embedding" in kind or "ConvLayerBase" in kind or any("Norm" in name for name in kind):
         yield from _replicated(path, module)
     elif whole:

@@ -8,6 +8,7 @@ restored. 3. Output embedding on a CPU: its repacked copy is not updated when on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -37,6 +38,10 @@ class Reload:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.fixes.before()
+        for parameter in self.part.parameters():  # vLLM reads the names of loaders, and MiniMax-M2's are partial
+            loader = getattr(parameter, "weight_loader", None)
+            if isinstance(loader, partial) and not hasattr(loader, "__name__"):
+                loader.__name__ = getattr(loader.func, "__name__", "loader")  # type: ignore[attr-defined]
         initialize_layerwise_reload(self.part)
 
     def finish(self, config: Any) -> None:

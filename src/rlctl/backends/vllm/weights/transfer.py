@@ -14,8 +14,8 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
-from rlctl.backends.vllm import compat, cpu, recorded_experts
-from rlctl.backends.vllm.args import PLAIN_PARAMETERS
+from rlctl.backends.vllm import compat, cpu, exact, recorded_experts
+from rlctl.backends.vllm.args import EXACT, PLAIN_PARAMETERS
 from rlctl.backends.vllm.weights import locate, read_back
 from rlctl.backends.vllm.weights.adapters import WorkerAdapters
 from rlctl.backends.vllm.weights.assign import Assignment, all_loaded, assign
@@ -181,6 +181,8 @@ if current_platform.is_cpu():
     cpu.install()
 if os.environ.get(PLAIN_PARAMETERS) == "1":
     cpu.keep_parameters_plain()
+if os.environ.get(EXACT) == "1":
+    exact.install()
 
 
 class RlctlWorkerExtension:
@@ -204,6 +206,8 @@ class RlctlWorkerExtension:
 
     def rlctl_prepare(self) -> None:
         """Finish the start and record the model's buffers. Raises VerificationError for a wrong table."""
+        if os.environ.get(EXACT) == "1":
+            exact.require(self.model_runner.model)
         cpu.make_stage_inputs(self.model_runner)
         compat.renew_input_norms(self.model_runner)
         self.rlctl_weights = WorkerWeights(self)
@@ -215,6 +219,12 @@ class RlctlWorkerExtension:
         lives on; a device that hangs exceeds the limit of the caller."""
         if float(torch.ones(8, device=self.device).sum()) != 8:
             raise RuntimeError(f"{self.device} computes wrong sums")
+
+    def rlctl_clear_cache(self) -> None:
+        """Fill the caches of keys and values with zeros."""
+        for cache in self.model_runner.kv_caches:
+            for part in cache if isinstance(cache, list | tuple) else (cache,):
+                part.zero_()
 
     def rlctl_record_routing(self) -> None:
         self._recorder = recorded_experts.Recorder(self.model_runner)
