@@ -2,6 +2,7 @@
 
     python benchmarks/grpo_step.py [--model DIR --shape 8x8x32 --shape 8x4x16 --steps 4 --threads 2]
     python benchmarks/grpo_step.py --peer trl [--trl-python ENV/bin/python] [--dtype float32]
+    python benchmarks/grpo_step.py --peer products [--dtype float32]
     python benchmarks/grpo_step.py --peer itself [--shape 8x8x32 --steps 6]
 
 A shape is prompts x samples x new tokens. For each one the real command runs with the laptop preset's task, all its
@@ -18,7 +19,8 @@ other work falls on either. The load average at the start is printed next to the
 right whatever the model writes. Each side has its fastest number format: rlctl's `model.dtype=auto`, and of TRL the
 faster of float32 and bfloat16. `--dtype` gives both the same one. It also prints trained tokens per second (prompts
 and completions), whose ratio counts, since completions differ in length. `products_s` are the seconds of the matrix
-products of rlctl's step alone, and `ratio_at_most` is the ratio of a step that does nothing else.
+products of rlctl's step alone, in its number format, `over_products` is what each phase takes of them, and
+`ratio_at_most` is the ratio of a step that does nothing else. `--peer products` measures these alone.
 
 `--peer itself` takes one source of speed away after the other, on the laptop preset's own reward: shared prompts,
 skipping rollouts without an advantage, and the number format that `model.dtype=auto` chooses (where it is not
@@ -92,10 +94,10 @@ class Shape:
         }
 
 
-def resolved(model: Path, shape: Shape, steps: int) -> Resolved:
+def resolved(model: Path, shape: Shape, steps: int, dtype: str = "auto") -> Resolved:
     from rlctl.methods.configuration import resolve  # absent where TRL runs
 
-    return resolve("laptop", flags={"model.name": str(model), **shape.settings(steps)})
+    return resolve("laptop", flags={"model.name": str(model), "model.dtype": dtype, **shape.settings(steps)})
 
 
 def prompt_tokens_of(prompts: Any, step: int, shape: Shape) -> list[list[int]]:
@@ -254,48 +256,67 @@ def made_environment(place: Path) -> str:
     return str(place / "bin" / "python")
 
 
-def measure_trl(model: Path, shape: Shape, args: argparse.Namespace, python: str) -> dict[str, Any]:
-    from transformers import AutoTokenizer
-
+def measure_products(model: Path, shape: Shape, args: argparse.Namespace, python: str = "") -> dict[str, Any]:
+    """Compare a step with its own matrix products, and with TRL's step if `python` has TRL."""
     from rlctl.preparation.job import prepare_job
 
-    config = resolved(model, shape, args.steps)
-    prompts, tokenizer = prepare_job(config).prompts, AutoTokenizer.from_pretrained(model)
-    ids = [tokens for step in range(args.steps) for tokens in prompt_tokens_of(prompts, step, shape)]
-    same = args.dtype != "fastest"
-    more = ["--reward", f"{__file__}:half_right", "--set", f"model.dtype={args.dtype if same else 'auto'}"]
+    dtype = "auto" if args.dtype == "fastest" else args.dtype
+    config = resolved(model, shape, args.steps, dtype)
+    job = prepare_job(config)
+    ids = [tokens for step in range(args.steps) for tokens in prompt_tokens_of(job.prompts, step, shape)]
+    more = ["--reward", f"{__file__}:half_right", "--set", f"model.dtype={dtype}"]
     seconds, tokens = rlctl_steps(model, shape, args.steps, args.threads, more)
+    ours = rates(seconds[1:], tokens[1:], shape.samples * sum(map(len, ids)) / args.steps)
+    generated = statistics.median(tokens[1:])
+    alone = products_seconds(model, shape, sum(map(len, ids)) / args.steps, generated, args.threads, job.dtype)
+    phases = summary(seconds, tokens)["seconds"]
+    alone["total"] = sum(alone.values())
+    found = {
+        "dtype": job.dtype, "rlctl": ours, "seconds": phases,
+        "products_s": {name: round(seconds, 2) for name, seconds in alone.items()},
+        "over_products": {name: round(phases[name] / seconds, 2) for name, seconds in alone.items()},
+    }  # fmt: skip
+    if not python:
+        return found
+    theirs = measure_trl(model, shape, args, python, config.config.optimizer.lr, ids)
+    best = max(one["trained_tokens_per_s"] for one in theirs.values())
+    ratio = ours["trained_tokens_per_s"] / best
+    return found | {
+        "trl": theirs, "ratio": round(ratio, 2), "must": MUST.get(args.dtype),
+        "ratio_at_most": round(ratio * ours["total_s"] / alone["total"], 2),
+    }  # fmt: skip
+
+
+def measure_trl(
+    model: Path, shape: Shape, args: argparse.Namespace, python: str, lr: float, ids: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Return TRL's rates by number format, for the prompts `ids` of all steps."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
     asked = {
         "model": str(model), "texts": [tokenizer.decode(one) for one in ids], "steps": args.steps,
         "prompts": shape.prompts, "samples": shape.samples, "new_tokens": shape.new_tokens, "threads": args.threads,
-        "lr": config.config.optimizer.lr,
+        "lr": lr,
     }  # fmt: skip
     prompt_tokens = shape.samples * sum(map(len, ids)) / args.steps
-    ours = rates(seconds[1:], tokens[1:], prompt_tokens)
     theirs: dict[str, Any] = {}
-    for dtype in [args.dtype] if same else ["float32", "bfloat16"]:
+    for dtype in ["float32", "bfloat16"] if args.dtype == "fastest" else [args.dtype]:
         with tempfile.TemporaryDirectory() as place:
             found = trl_steps(asked | {"dtype": dtype, "place": place}, python)
         theirs[dtype] = rates(found["seconds"], found["tokens"], prompt_tokens)
-    best = max(theirs.values(), key=lambda one: one["trained_tokens_per_s"])
-    ratio, generated = ours["trained_tokens_per_s"] / best["trained_tokens_per_s"], statistics.median(tokens[1:])
-    alone = products_seconds(model, shape, sum(map(len, ids)) / args.steps, generated, args.threads)
-    return {
-        "rlctl": ours, "trl": theirs, "ratio": round(ratio, 2), "must": MUST.get(args.dtype),
-        "products_s": {name: round(seconds, 2) for name, seconds in alone.items()},
-        "ratio_at_most": round(ratio * ours["total_s"] / sum(alone.values()), 2),
-    }  # fmt: skip
+    return theirs
 
 
 def products_seconds(
-    model: Path, shape: Shape, prompt_tokens: float, generated: float, threads: int
+    model: Path, shape: Shape, prompt_tokens: float, generated: float, threads: int, dtype: str
 ) -> dict[str, float]:
-    """Return the seconds of the matrix products of a step in float32: each prompt once, each sample a token a decode
+    """Return the seconds of the matrix products of a step: each prompt once, each sample a token a decode
     step, and three times those of a forward pass to train. Best of three, by torch's `linear`."""
     from generation import Products
     from one_process import facts_of
 
-    products, samples = Products(facts_of(model), "float32", threads), shape.prompts * shape.samples
+    products, samples = Products(facts_of(model), dtype, threads), shape.prompts * shape.samples
     prompts = round(prompt_tokens)
 
     def best(forwards: Sequence[tuple[int, int]]) -> float:
@@ -347,10 +368,10 @@ def measure(model: Path, shape: Shape, steps: int, threads: int) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="Hugging Face directory; the laptop preset's model by default")
-    parser.add_argument("--peer", choices=["transformers", "trl", "itself"], default="transformers")
+    parser.add_argument("--peer", choices=["transformers", "trl", "products", "itself"], default="transformers")
     parser.add_argument("--trl-python", help="python of an environment with TRL; made by pip if it is not given")
     parser.add_argument(
-        "--dtype", choices=["fastest", "float32", "bfloat16"], default="fastest", help="with --peer trl"
+        "--dtype", choices=["fastest", "float32", "bfloat16"], default="fastest", help="with --peer trl or products"
     )
     parser.add_argument("--in-trl", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--shape", action="append", help="prompts x samples x new tokens, for example 8x8x32")
@@ -374,8 +395,8 @@ def main() -> None:
         python = args.trl_python or (made_environment(Path(place, "trl")) if args.peer == "trl" else "")
         for text in shapes:
             shape = Shape.parse(text)
-            if args.peer == "trl":
-                results[text] = measure_trl(args.model, shape, args, python)
+            if args.peer in ("trl", "products"):
+                results[text] = measure_products(args.model, shape, args, python)
             else:
                 given = (args.model, shape, args.steps, args.threads)
                 results[text] = sources(*given, args.only) if args.peer == "itself" else measure(*given)

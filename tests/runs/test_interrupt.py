@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -85,3 +86,15 @@ def test_a_step_that_takes_longer_than_a_program_waits_is_abandoned() -> None:
         assert said[0] == "Stopping after this step (SIGTERM), or in 0 s without it (run.stop_within_s)."
         assert "is abandoned" in said[1]
         os.kill(os.getpid(), signal.SIGTERM)  # the clean-up goes on
+
+
+def test_a_run_that_cannot_end_shows_where_it_waits_and_is_ended() -> None:
+    code = (
+        "import os, signal, threading\nfrom rlctl.runs import interrupt\ninterrupt.CLEANUP_LIMIT_S = 0.2\n"
+        "def waits_for_ever():\n    threading.Lock().acquire() and threading.Event().wait()\n"
+        "with interrupt.StopRequest(print):\n    try:\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    finally:\n        waits_for_ever()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "in waits_for_ever" in done.stderr

@@ -8,16 +8,20 @@ later, so the step has a time limit.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 ONE_REQUEST_S = 2.0
 """Signals of programs that come within this time are one request: `timeout` signals the run and then its group."""
+CLEANUP_LIMIT_S = 300
+"""Longest time from the interrupt to the end of the block: then a run that cannot end shows where it waits, and is
+ended. Its processes end with it."""
 
 
 class StopRequest:
@@ -50,6 +54,8 @@ class StopRequest:
         return self._asked_at is not None or bool(self.trouble())
 
     def __exit__(self, *_: object) -> None:
+        if self._raised:
+            faulthandler.cancel_dump_traceback_later()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         sys.unraisablehook = self._unraisable
@@ -104,11 +110,15 @@ class StopRequest:
                 within = f"or in {self.limit_s:.0f} s without it (run.stop_within_s)"
                 self._say(f"Stopping after this step ({name}), {within}.")
         elif not (soon or (asked_at is not None and number == signal.SIGHUP)):
-            self._raised = True
-            raise KeyboardInterrupt
+            self._interrupt()
 
     def _abandon(self, number: int, frame: FrameType | None) -> None:
         if not self._raised:
-            self._raised = True
             self._say(f"The step did not end within {self.limit_s:.0f} s (run.stop_within_s) and is abandoned.")
-            raise KeyboardInterrupt
+            self._interrupt()
+
+    def _interrupt(self) -> NoReturn:
+        self._raised = True
+        with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # a notebook's stderr is no file
+            faulthandler.dump_traceback_later(CLEANUP_LIMIT_S, exit=True)
+        raise KeyboardInterrupt
