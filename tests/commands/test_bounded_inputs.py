@@ -123,7 +123,7 @@ TRAIN = ("train", "grpo", "--dry-run", "--preset", "laptop", "--model", "meta-ll
         (["--set", "training.threads=1000000"], "`training.threads`"),
         (["--set", "generation.kv_cache_bytes=99999999999999999999"], "`generation.kv_cache_bytes`"),
         (["--set", "generation.top_k=99999999999"], "`generation.top_k`"),
-        (["--set", "generation.stop=['']"], "`generation.stop` = '' at `0`"),
+        (["--set", "generation.stop=['']"], "`generation.stop[0]` = ''"),
         (["--set", "training.lora.targets=[]"], "the list should have at least 1 item"),
         (["--set", f"run.steps={'[' * 100_000}"], "`run.steps`"),
         (["--set", f"run.steps={'x' * 100_000}"], "`run.steps`"),

@@ -178,7 +178,19 @@ def test_set_types_its_values(text: str, key: str, value: object) -> None:
         (["run.steps"], ["there is no value"]),
         (["run.steps=0"], ["`run.steps` = 0 (--set)", "greater than 0"]),
         (["generation.stop=x"], ["`generation.stop` = 'x'", "a valid list"]),
-        (["reward.terms=[{nam: x}]"], ["`reward.terms`", "there is no such key", "`0.name`"]),
+        (
+            ["reward.terms=[{nam: x}]"],
+            ["`reward.terms[0].nam` = 'x'", "did you mean `reward.terms[0].name`?"],
+        ),
+        (
+            ["reward.terms=[x]"],
+            ["`reward.terms[0]` = 'x' (--set)", "keys with values, such as {name: ...}."],
+        ),
+        (["reward.terms={name: x}"], ["it should be a valid list, such as [{name: ...}]."]),
+        (
+            ["reward.terms=[{name: x, weight: y}]"],
+            ["`reward.terms[0].weight` = 'y' (--set)", "a valid number"],
+        ),
         (["batch.optimizer_steps=3"], ["do not split"]),
         (["cluster.step_timeout_s=60", "rollouts.timeout_s=60"], ["rollouts.timeout_s = 60 is not below"]),
         (["generation.discard_weights=true", "refit.sparse=true"], ["does not go with refit.sparse = true"]),
@@ -343,7 +355,8 @@ def test_a_name_and_a_list_of_sources_replace_each_other(tmp_path: Path) -> None
     both = write(tmp_path / "both.yaml", "data: {name: c.jsonl, sources: [{name: a.jsonl}]}\n")
     with pytest.raises(ConfigError, match="give one of them"):
         resolve(files=[both], environment={})
-    with pytest.raises(ConfigError, match=r"`data\.sources` = .* at `0\.wieght` \(--set\): there is no such key"):
+    meant = r"`data\.sources\[0\]\.wieght` = 2 \(--set\): .* did you mean `data\.sources\[0\]\.weight`\?"
+    with pytest.raises(ConfigError, match=meant):
         resolve(sets=["data.sources=[{name: a, wieght: 2}]"], environment={})
 
 

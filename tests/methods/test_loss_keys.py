@@ -17,6 +17,7 @@ from rlctl.methods.configuration import resolve
 from rlctl.methods.distill import DistillConfig
 from rlctl.methods.rl.algorithm import Algorithm
 from rlctl.methods.rl.distillation import DistillationRlConfig
+from rlctl.preparation.teacher_tokens import repeated_teachers
 from rlctl.training.method import Method
 from rlctl.training.run_loss import RunLoss
 from rlctl.training.user_loss import UserLoss
@@ -190,6 +191,20 @@ TWO = ({"model": "x", "sources": ["a"]}, {"model": "y", "sources": ["b"]})
 def test_every_source_has_a_teacher(config: type, teacher: dict, sources: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         config.model_validate({"teacher": teacher, "data": {"sources": [{"name": name} for name in sources]}})
+
+
+def test_a_model_that_teaches_the_same_rows_twice_is_named() -> None:
+    """Entries of one model may divide the sources among them, each with a weight."""
+    listed = [{"model": "x", "sources": ["a"], "weight": 2}, {"model": "y"}, {"model": "x"}, {"model": "y"},
+              {"model": "x", "sources": ["b"], "weight": 3}]  # fmt: skip
+    data = {"sources": [{"name": "a"}, {"name": "b"}]}
+    found = repeated_teachers(DistillConfig.model_validate({"teacher": {"models": listed}, "data": data}))
+    assert [line.partition(" again")[0] for line in found] == [
+        "teacher.models[2] is teacher.models[0]", "teacher.models[3] is teacher.models[1]",
+        "teacher.models[4] is teacher.models[2]",
+    ]  # fmt: skip
+    divided = {"models": [listed[0], listed[1], listed[4]]}
+    assert repeated_teachers(DistillConfig.model_validate({"teacher": divided, "data": data})) == []
 
 
 @pytest.mark.parametrize("config", [DistillationRlConfig, DistillConfig])

@@ -6,6 +6,7 @@ a recipe < --set < KEY=VALUE alone. `Resolved.with_values` adds the planner's va
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,11 @@ DEFAULT = "default"
 PLANNER = "planner"
 
 # pydantic's own words for these speak of inputs and arguments.
-REASONS = {"extra_forbidden": "there is no such key", "missing": "this key is missing"}
+REASONS = {
+    "extra_forbidden": "there is no such key",
+    "missing": "this key is missing",
+    "model_type": "it should be keys with values",
+}
 
 
 class Plan(Protocol):
@@ -90,7 +95,7 @@ class Resolved:
         try:
             config = type(self.config).model_validate(sections)
         except ValidationError as error:
-            raise _refused(error, now) from error
+            raise _refused(error, now, schema) from error
         optional = frozenset(whole(key) for key, value in now.items() if value.optional)
         return replace(self, config=config, origin=origins(config, now), optional=optional)
 
@@ -222,7 +227,7 @@ def from_sources(
     try:
         settings = settings_class(config)(reversed(sources))
     except ValidationError as error:
-        raise _refused(error, merged(sources)) from error
+        raise _refused(error, merged(sources), Schema((config,))) from error
     values = merged(sources)
     if wrong := [line for value in values.values() if (line := unknown_name(value, schema))]:
         raise ConfigError(lines_of(wrong), SAYS_WHAT)
@@ -248,8 +253,8 @@ def unknown_name(value: Value, schema: Schema) -> str:
     return f"`{value.key}` = {value.value!r} ({value.origin}): it should be {', '.join(several)} or {last}."
 
 
-def _refused(error: ValidationError, values: Mapping[str, Value]) -> ConfigError:
-    lines = [explain(problem, values) for problem in error.errors()]
+def _refused(error: ValidationError, values: Mapping[str, Value], schema: Schema) -> ConfigError:
+    lines = [explain(problem, values, schema) for problem in error.errors()]
     return ConfigError(lines_of(lines), SAYS_WHAT)
 
 
@@ -279,7 +284,7 @@ def whole(key: str) -> str:
     return ".".join(key.split(".")[:2]) if target_of(key) else key
 
 
-def explain(problem: Any, values: Mapping[str, Value]) -> str:
+def explain(problem: Any, values: Mapping[str, Value], schema: Schema) -> str:
     """Return one line for a problem that pydantic found: key, value, origin, and what would fit."""
     path = ".".join(str(part) for part in problem["loc"])
     reason = REASONS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ").removesuffix(".")
@@ -289,6 +294,18 @@ def explain(problem: Any, values: Mapping[str, Value]) -> str:
     leaf = max(holders, key=lambda value: len(value.key), default=None)
     if leaf is None:
         return f"{reason}." if problem["type"] == "value_error" else f"`{path}`: {reason}."
-    inner = path.removeprefix(leaf.key).lstrip(".")
-    within = f" at `{inner}`" if inner else ""
-    return f"`{leaf.key}` = {problem['input']!r}{within} ({leaf.origin}): {reason}."
+    inner = problem["loc"][leaf.key.count(".") + 1 :]
+    place = leaf.key + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner)
+    end = _end_of(problem["type"], place, schema.listed_section(leaf.key))
+    return f"`{place}` = {problem['input']!r} ({leaf.origin}): {reason}{end}"
+
+
+def _end_of(kind: str, place: str, section: type[Section] | None) -> str:
+    """Return what follows a problem's reason. `section`: the class of the entries of a list at `place`."""
+    if section is None:
+        return "."
+    outer, _, name = place.rpartition(".")
+    if kind == "extra_forbidden" and (alike := difflib.get_close_matches(name, section.model_fields, n=1)):
+        return f"; did you mean `{outer}.{alike[0]}`?"
+    entry = f"{{{next(iter(section.model_fields))}: ...}}"
+    return {"tuple_type": f", such as [{entry}].", "model_type": f", such as {entry}."}.get(kind, ".")

@@ -126,6 +126,11 @@ class Schema:
     def takes_list(self, key: str) -> bool:
         return any(typing.get_origin(kind) in (list, tuple) for kind in self.plain_kinds(key))
 
+    def listed_section(self, key: str) -> type[Section] | None:
+        """Return the section class of the entries of a list, or None for another value."""
+        kinds = [typing.get_args(kind) for kind in self.plain_kinds(key) if typing.get_origin(kind) in (list, tuple)]
+        return next((section for entries in kinds if (section := section_of(entries[0])) is not None), None)
+
     def takes_number(self, key: str) -> bool:
         """Return whether this key takes a number and no boolean, so that `true` is not taken for 1."""
         kinds = self.plain_kinds(key)

@@ -20,7 +20,13 @@ from rlctl.preparation.named import CLOCK, TIME
 from rlctl.preparation.open_model import NamedModel, open_further_teachers, open_model, open_teacher
 from rlctl.preparation.planned import Planned
 from rlctl.preparation.step_plan import is_scored
-from rlctl.preparation.teacher_tokens import projections_to, require_endpoints, require_owned, require_same_tokens
+from rlctl.preparation.teacher_tokens import (
+    projections_to,
+    repeated_teachers,
+    require_endpoints,
+    require_owned,
+    require_same_tokens,
+)
 from rlctl.rewards.prepare_rewards import mixed_rewards
 from rlctl.rewards.reward_plan import Rewards
 from rlctl.rollouts.dataset import HeldOutTexts
@@ -97,7 +103,8 @@ def open_run(planned: Planned, tell: Tell, *, copies: bool, completion: str | No
     tell_of_little_room(tell, prompt_tokens, new, length)
     return Opened(
         resolved, method, model.facts, planned.teacher_facts, planned.assume, model.files, prompts, rewards,
-        validation, teacher, projections, tuple(prompt_tokens), (*prompts.notes(), *repeated_rows(config, prompts)),
+        validation, teacher, projections, tuple(prompt_tokens),
+        (*prompts.notes(), *repeated_rows(config, prompts), *repeated_teachers(config)),
         further, held_adapters=planned.held_adapters,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.validation import ValidationSet
 from rlctl.settings.config import RlctlConfig
 from rlctl.settings.data import ModelConfig
-from rlctl.settings.other_models import ListedTeacher, owners, owners_of
+from rlctl.settings.other_models import ListedTeacher, owners, owners_of, repeated
 from rlctl.training.train_batch import taught_as
 
 if TYPE_CHECKING:
@@ -97,6 +97,16 @@ def require_owned(config: RlctlConfig, prompts: PromptStream) -> None:
                     f"{row.where}: no teacher of teacher.models has {teacher.field} = {value!r} (teacher.field).",
                     'Name it in `sources` of one, or give one sources=["*"] for the rest.',
                 )
+
+
+def repeated_teachers(config: RlctlConfig) -> list[str]:
+    """Return a line for each teacher that is an earlier one again."""
+    teacher = config.teacher_section
+    return [] if teacher is None else [
+        f"teacher.models[{number}] is teacher.models[{earlier}] again for the same rows, and is computed again; one "
+        "entry with the sum of both weights teaches the same"
+        for number, earlier in sorted(repeated(teacher, config.data.source_labels).items())
+    ]  # fmt: skip
 
 
 def projections_to(

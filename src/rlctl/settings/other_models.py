@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field
@@ -190,6 +191,13 @@ def require_owners(teacher: TeacherConfig, sources: tuple[str, ...]) -> None:
             )
     if teacher.mix != "probabilities" and not sharing:
         raise ValueError(f"teacher.mix = {teacher.mix} has no effect: no source has several teachers")
+
+
+def repeated(teacher: TeacherConfig, sources: Sequence[str]) -> dict[int, int]:
+    """Return the entries of `teacher.models` that are an earlier one, with its number, for rows that both teach."""
+    pairs = {pair for numbers in owners_of(teacher, sources).values() for pair in combinations(numbers, 2)}
+    plain = [entry.model_dump(exclude={"weight", "sources"}) for entry in teacher.models]
+    return {second: first for first, second in sorted(pairs, reverse=True) if plain[first] == plain[second]}
 
 
 Teaches = TypeVar("Teaches", bound=TeacherConfig)

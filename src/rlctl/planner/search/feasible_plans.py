@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
+from itertools import chain
 from typing import Any
 
-from rlctl.planner.choice import GenerationChoice
+from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
 from rlctl.planner.costs.checkpoint import save_of
@@ -108,23 +110,66 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
             trainings, lambda t: not not_runnable(t.choice, None, cluster), _rank_training(request)
         )
         return [plan for t in alone if _fits(plan := assemble(request, t, None, True), budget, log)]
-    plans = []
-    able = _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, cluster), _rank_training(request))
-    for training in able:
-        asleep = policy_asleep(request, training)
-        left = request.budget
-        if cluster.is_cpu:
-            left -= search.held_bytes(request, training) * max(1, training.choice.parallel.world_size // cluster.nodes)
-            left -= _teacher_bytes(request, training)
-        engines = generation_candidates(request, devices, True, asleep, left, log.add("generation"))
-        log.fitted |= {"generation"} if engines else set()
-        for engine in _worth_combining(
-            engines, lambda e: not not_runnable(None, e, request.cluster), _rank_engine(request)
-        ):
+    pairs, plans = _SharedDevices(request, log), list[Plan]()
+    for training in pairs.trainings_worth_combining(trainings):
+        for engine in pairs.engines(training):
             plan = assemble(request, training, engine, True)
             if _fits(plan, request.budget, log):
                 plans.append(plan)
     return sorted(plans, key=score)
+
+
+class _SharedDevices:
+    """The best layouts on shared devices, where what the policy leaves to the engines, and the refit, depend on both
+    halves."""
+
+    def __init__(self, request: Request, log: _RejectionLog) -> None:
+        self.request, self.log = request, log
+        self.mover = request.pin("refit.mover") or choose(places_of(request.cluster, apart=False))
+        self.by_room: dict[tuple[float, float], list[GenerationChoice]] = {}
+        self.generated = cache(partial(_generation_seconds, request))
+        self.rank_engine = cache(_rank_engine(request))
+
+    def trainings_worth_combining(self, trainings: list[search.TrainingCandidate]) -> list[search.TrainingCandidate]:
+        """Return the layouts with the best pairs: with any engines, with tried kinds, and with published sizes."""
+        request = self.request
+        scores = [
+            [(self.rank_engine(engine)[:2], self.score(training, engine)) for engine in self.engines(training)]
+            for training in trainings
+        ]
+        least = min((rank for pairs in scores for rank, _ in pairs), default=(0, 0))
+
+        def ordered(kind: Callable[[tuple[int, int]], bool]) -> list[search.TrainingCandidate]:
+            best = [min((score for rank, score in pairs if kind(rank)), default=math.inf) for pairs in scores]
+            return [trainings[number] for number in sorted(range(len(trainings)), key=best.__getitem__)]
+
+        return _worth_combining(
+            ordered(lambda _: True),
+            lambda training: not not_runnable(training.choice, None, request.cluster),
+            _rank_training(request),
+            others=(ordered(lambda rank: not rank[0]), ordered(lambda rank: rank == least)),
+        )
+
+    def engines(self, training: search.TrainingCandidate) -> list[GenerationChoice]:
+        """Return the engines worth combining that fit next to a policy."""
+        request, cluster = self.request, self.request.cluster
+        asleep, left = policy_asleep(request, training), request.budget
+        if cluster.is_cpu:
+            left -= search.held_bytes(request, training) * max(1, training.choice.parallel.world_size // cluster.nodes)
+            left -= _teacher_bytes(request, training)
+        if (asleep, left) not in self.by_room:
+            reject = self.log.add("generation")
+            engines = generation_candidates(request, cluster.devices, True, asleep, left, reject)
+            self.log.fitted |= {"generation"} if engines else set()
+            self.by_room[asleep, left] = _worth_combining(
+                engines, lambda e: not not_runnable(None, e, cluster), self.rank_engine
+            )
+        return self.by_room[asleep, left]
+
+    def score(self, training: search.TrainingCandidate, engine: GenerationChoice) -> float:
+        seconds = _seconds(self.request, training, engine, True, self.mover, self.generated(engine))
+        total = sum(_calibrated(self.request, seconds).values())
+        return total * (1 + search.SIMPLICITY * _dimensions(training.choice, engine))
 
 
 def _worth_combining(
@@ -132,12 +177,14 @@ def _worth_combining(
     runnable: Callable[[Any], bool],
     rank: Callable[[Any], tuple[int, int, int]],
     keep: int = KEEP,
+    others: Sequence[list[Any]] = (),
 ) -> list[Any]:
     """Return the best candidates, the best runnable ones of tried kinds, and the first two of these by `rank`:
-    published runs show them most often, and their times may be within the prediction's error."""
-    best, able = candidates[:keep], [c for c in candidates if runnable(c)]
-    tried = [c for c in able if not rank(c)[0]]
-    for candidate in (*able[:keep], *tried[:2], *sorted(able, key=rank)[:2]):
+    published runs show them most often, and their times may be within the prediction's error. `others`: the same
+    candidates in the order of their best plans with other halves of tried kinds, and with published ones."""
+    orders = [list(filter(runnable, order)) for order in (candidates, *others)]
+    best, tried = candidates[:keep], [[c for c in order if not rank(c)[0]][:2] for order in orders]
+    for candidate in chain(orders[0][:keep], *tried, sorted(orders[-1], key=rank)[:2]):
         if candidate not in best:
             best.append(candidate)
     return best
@@ -260,8 +307,11 @@ def score(plan: Plan) -> float:
 
 def dimensions(plan: Plan) -> int:
     """Return a plan's parallel dimensions, recomputation and offloads, besides data parallelism."""
-    kinds = search.complexity(plan.training) if plan.training is not None else 0
-    engine = plan.generation
+    return _dimensions(plan.training, plan.generation)
+
+
+def _dimensions(training: TrainingChoice | None, engine: GenerationChoice | None) -> int:
+    kinds = search.complexity(training) if training is not None else 0
     return kinds + (sum(size > 1 for size in (engine.tp, engine.pp, engine.dp)) if engine is not None else 0)
 
 
