@@ -934,6 +934,15 @@ def test_positions_that_a_recipe_gives_its_model_are_the_model_s(tmp_path: Path)
     assert published_facts(resolve(files=[texts], environment={}).config.model).max_length == 16384
 
 
+@pytest.mark.parametrize("section", ["dtensor_cfg.lora_cfg", "megatron_cfg.peft"])
+def test_adapters_of_texts_keep_their_dropout(tmp_path: Path, section: str) -> None:
+    backend, adapters = section.split(".")
+    of_backend = {"enabled": True, adapters: {"enabled": True, "dim": 8, "alpha": 16, "dropout": 0.1}}
+    path = written(tmp_path, {"sft": {}, "policy": {"model_name": "Qwen/Qwen2.5-0.5B", backend: of_backend}})
+    lora = resolve(files=[path], environment={}).config.training.lora
+    assert (lora.rank, lora.dropout) == (8, 0.1)
+
+
 @pytest.mark.parametrize(
     ("key", "ours"),
     [

@@ -97,6 +97,29 @@ env: {TOKENIZERS_PARALLELISM: false}
         resolve(files=[path], environment={}, overrides=["max_completion_lenght=3"])
 
 
+PEFT = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: [mine.py:brief]\nuse_peft: true\n"
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "rank", "targets", "dropout"),
+    [
+        ("sft", "", 16, ("attention", "mlp"), 0.05),
+        ("dpo", "lora_r: 8\nlora_dropout: 0.1\nlora_target_modules: [q_proj, v_proj]\n", 8, ("q_proj", "v_proj"), 0.1),
+        ("kto", "lora_dropout: 0.0\nlora_target_modules: all-linear\n", 16, "all-linear", 0.0),
+        ("grpo", "lora_dropout: 0.1\n", 16, ("attention", "mlp"), 0.0),
+        ("sft", "use_peft: false\nlora_dropout: 0.1\n", 0, ("attention", "mlp"), 0.0),
+    ],
+)
+def test_adapters_have_the_defaults_of_trls_model_config(
+    method: str, more: str, rank: int, targets: Any, dropout: float, tmp_path: Path
+) -> None:
+    """Rank 16, alpha 32, dropout 0.05 (TRL's ModelConfig). Rollouts are trained on without dropout."""
+    path = tmp_path / "any.yaml"
+    path.write_text(PEFT.replace("use_peft: true\n", "" if "use_peft" in more else "use_peft: true\n") + more)
+    lora = resolve(files=[path], environment={}, flags={"run.algorithm": method}).config.training.lora
+    assert (lora.rank, lora.alpha, lora.targets, lora.dropout) == (rank, 32, targets, dropout)
+
+
 def test_the_command_says_whose_file_it_is(tmp_path: Path) -> None:
     path = tmp_path / "any.yaml"
     path.write_text("model_name_or_path: a/b\ndataset_name: c/d\nlearning_rate: 1e-5\nmax_length: 512\n")

@@ -219,7 +219,8 @@ def test_a_script_of_texts_becomes_a_run_of_sft(tmp_path: Path) -> None:
     the steps."""
     path = tmp_path / "sft.sh"
     path.write_text(SFT_SCRIPT)
-    config: Any = resolved(path, "optim.lr=2e-4", "model.lora_rank=8").config
+    config: Any = resolved(path, "optim.lr=2e-4", "model.lora_rank=8", "+model.lora.dropout=0.1").config
+    assert config.training.lora.dropout == 0.1
     assert (config.run.algorithm, config.run.steps, config.batch.prompts) == ("sft", 50, 256)
     assert (config.data.name, config.data.prompt_field) == ("gsm8k/train.parquet", "extra_info.question")
     assert config.data.answer_field == "extra_info.answer"

@@ -728,6 +728,20 @@ def dtensor_adapters(leaf: Leaf) -> None:
         leaf.map("training.lora.rank", leaf.value)
 
 
+def adapter_dropout(leaf: Leaf) -> None:
+    if of_texts(leaf.result):
+        leaf.map("training.lora.dropout", leaf.value)
+    else:
+        only(0, None, reason="log-probs under dropout are not the sampling policy's")(leaf)
+
+
+def dropout_position(leaf: Leaf) -> None:
+    if leaf.get(leaf.name.removesuffix("_position")):
+        differs("pre", reason="dropout acts on the input of A")(leaf)
+    else:
+        leaf.skip("dropout is off")
+
+
 def sharded_states_on_host(leaf: Leaf) -> None:
     """Keep the optimizer's states in host memory, where a recipe keeps the weights there too."""
     if leaf.value is True:

@@ -23,6 +23,9 @@ _COMMON: dict[str, Any] = {
     "num_train_epochs": 3,
     "lr_scheduler_type": "linear",
     "per_device_train_batch_size": 8,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.05,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": _COMMON
@@ -261,6 +264,7 @@ def preference_loss(leaf: Leaf) -> None:
         leaf.say("not yet", f"rlctl knows {', '.join(kinds)}, and sigmoid with sft", "preference.loss")
 
 
+OFF = "LoRA is off"
 KERNELS = without("rlctl chooses kernels by itself; results are the same")
 ENGINES = without("completions always come from vLLM, which the planner places")
 OWN_LOGS = logs("rlctl writes metrics, logs and samples to the run directory")
@@ -280,11 +284,17 @@ _ALL: dict[str, Rule] = {
         KERNELS,
     ),
     "use_peft": without("read with lora_r"),
-    "lora_r": when("use_peft", to("training.lora.rank"), "LoRA is off"),
-    "lora_alpha": when("use_peft", to("training.lora.alpha"), "LoRA is off"),
-    "lora_dropout": differs(None, 0, 0.0, reason="training.lora.dropout trains with it, in methods without engines"),
+    "lora_r": when("use_peft", to("training.lora.rank"), OFF),
+    "lora_alpha": when("use_peft", to("training.lora.alpha"), OFF),
+    "lora_dropout": when("use_peft", to("training.lora.dropout"), OFF),
     "lora_target_modules": when(
-        lambda leaf: leaf.value not in (None, "all-linear"), to("training.lora.targets"), without("what rlctl does")
+        "use_peft",
+        when(
+            lambda leaf: leaf.value is not None,
+            to("training.lora.targets"),
+            differs(reason="PEFT names layers by the model's type, mostly q_proj and v_proj; rlctl adapts all of layers"),
+        ),
+        OFF,
     ),
     "use_rslora": when("use_rslora", to("training.lora.rslora"), without("what rlctl does")),
     "lora_modules_to_save": when(
@@ -386,6 +396,7 @@ _ALL: dict[str, Rule] = {
 }
 
 _GRPO: dict[str, Rule] = {
+    "lora_dropout": when("use_peft", differs(None, 0, 0.0, reason="log-probs are the engines', without dropout"), OFF),
     "num_generations": to("batch.generations"),
     "num_generations_eval": to("validation.samples"),
     "max_completion_length": to("generation.max_new_tokens"),

@@ -503,8 +503,11 @@ MODEL_KEYS: dict[str, Rule] = {
     "lora_adapter_path": when(
         lambda leaf: leaf.value, to("training.lora.adapter"), without("adapters begin as new ones")
     ),
-    **each(
-        "", "lora.merge lora.lora_A_init_method lora.type lora.dropout", without("adapters begin as in their paper")
+    **each("", "lora.merge lora.lora_A_init_method lora.type", without("adapters begin as in their paper")),
+    "lora.dropout": when(
+        lambda leaf: leaf.result.values.get("run.algorithm") == "sft",
+        to("training.lora.dropout"),
+        only(0, None, reason="log-probs under dropout are not the sampling policy's"),
     ),
     "enable_gradient_checkpointing": recompute,
     "use_remove_padding": to("training.packing", {True: True, False: False, None: None}),
