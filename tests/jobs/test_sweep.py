@@ -17,7 +17,7 @@ from rlctl.config.files import write_json
 from rlctl.errors import EXIT_INTERRUPTED, InputError
 from rlctl.jobs.swept_runs import unfinished
 from rlctl.runs.directory import RunDirectory
-from support.runs import LIMIT_S, command, results, started, wait_for_step, wait_until_gone
+from support.runs import LIMIT_S, command, results, started, wait_for_step, wait_until_gone, worker_name
 
 LORA = ("--lora", "4", "--set", "loss.kl_coefficient=0.05", "--steps", "3")
 
@@ -29,13 +29,23 @@ def swept(tiny_llama: Path, place: Path, *more: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.guard
-@pytest.mark.parametrize(("backend", "rates"), [("dtensor", ("1e-3", "1e30")), ("megatron", ("1e-3", "1e-2"))])
+@pytest.mark.parametrize(
+    ("backend", "refit", "engines", "rates"),
+    [
+        ("dtensor", "delta", "1", ("1e-3", "1e30")),
+        ("megatron", "delta", "1", ("1e-3", "1e-2")),
+        ("dtensor", "adapters", "2", ("1e-3", "1e30")),
+        ("megatron", "merged", "2", ("1e-3", "1e-2")),
+    ],
+)
 def test_runs_of_a_sweep_equal_runs_alone_bit_for_bit(
-    here, tiny_llama: Path, tmp_path: Path, backend: str, rates: tuple[str, str]
+    here, tiny_llama: Path, tmp_path: Path, backend: str, refit: str, engines: str, rates: tuple[str, str]
 ) -> None:
-    """Also beside a run whose weights are no longer finite: vLLM's cache would pass NaN on to the other run."""
-    more = ("--backend", backend)
-    done = here([*swept(tiny_llama, tmp_path / "sweep", *more), "--vary", f"optimizer.lr={','.join(rates)}"])
+    """Also beside a run whose weights are no longer finite: vLLM's cache would pass NaN on to the other run. With two
+    engines each run has its own."""
+    more = ("--backend", backend, "--set", f"training.lora.refit={refit}")
+    of_sweep = (*more, "--set", f"generation.engines={engines}")
+    done = here([*swept(tiny_llama, tmp_path / "sweep", *of_sweep), "--vary", f"optimizer.lr={','.join(rates)}"])
     assert done.returncode == 0, done.stderr
     ends = re.findall(r"optimizer\.lr=(\S+) +(finished|diverged) step (\d)", done.stdout)
     assert ends == [(rate, *(("diverged", "2") if rate == "1e30" else ("finished", "3"))) for rate in rates]
@@ -54,13 +64,16 @@ def test_runs_of_a_sweep_equal_runs_alone_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [pytest.param("dtensor", marks=pytest.mark.guard), "megatron"])
+@pytest.mark.parametrize(
+    ("backend", "engines"), [pytest.param("dtensor", "1", marks=pytest.mark.guard), ("dtensor", "3"), ("megatron", "1")]
+)
 def test_a_sweep_that_was_killed_and_stopped_continues_to_the_numbers_of_an_undisturbed_one(
-    here, tiny_llama: Path, tmp_path: Path, backend: str
+    here, tiny_llama: Path, tmp_path: Path, backend: str, engines: str
 ) -> None:
     """Killed before the second step of the second run is saved, then stopped by Ctrl-C, then continued; a run that
     diverged is not trained again. Another learning rate is refused."""
     more = ("--backend", backend, "--steps", "5", "--set", "run.checkpoint_every=1")
+    more = (*more, "--set", f"generation.engines={engines}")
     rates, log = ("1e-3", "1e30", "1e-2"), tmp_path / "log"
     vary = ("--vary", f"optimizer.lr={','.join(rates)}")
     place, whole = tmp_path / "sweep", tmp_path / "whole"
@@ -98,6 +111,24 @@ def test_a_sweep_that_was_killed_and_stopped_continues_to_the_numbers_of_an_undi
 
 
 @pytest.mark.slow
+def test_a_lost_engine_of_one_run_is_replaced_when_it_is_that_runs_turn(here, tiny_llama: Path, tmp_path: Path) -> None:
+    """It may be lost while the policy has the other run's adapter."""
+    place, log, vary = tmp_path / "sweep", tmp_path / "log", ("--vary", "optimizer.lr=1e-3,1e-2")
+    more = ("--steps", "6", "--set", "generation.engines=2")
+    with started([*swept(tiny_llama, place, *more), *vary], log) as process:
+        wait_for_step(process, place / "optimizer.lr=1e-2", 2, log)
+        workers = place / "optimizer.lr=1e-3"
+        next(one for one in process.family() if worker_name(one, workers) == "engine-1").kill()
+        assert process.wait(LIMIT_S) == 0, log.read_text()
+    assert "1 engine(s) hold version" in log.read_text()
+    assert here([*swept(tiny_llama, tmp_path / "whole", *more), *vary]).returncode == 0
+    for name in ("optimizer.lr=1e-3", "optimizer.lr=1e-2"):
+        assert [line["loss"] for line in results(place / name)] == [
+            line["loss"] for line in results(tmp_path / "whole" / name)
+        ]
+
+
+@pytest.mark.slow
 def test_each_run_of_a_sweep_has_the_base_as_its_reference(here, tiny_llama: Path, tmp_path: Path) -> None:
     """DPO's loss is log 2 where policy and reference are equal (arXiv:2305.18290, equation 7)."""
     data, place = tmp_path / "pairs.jsonl", tmp_path / "sweep"
@@ -123,6 +154,7 @@ def test_a_dry_run_of_a_sweep_counts_its_adapters(here, tiny_llama: Path, tmp_pa
     text = " ".join(done.stdout.split())
     assert "2 runs over one base: optimizer.lr=1e-3; optimizer.lr=1e-2" in text
     assert "2 adapters with their optimizer states, which take turns" in text
+    assert "generation 2 engines (1 for each run)" in text
     assert not (tmp_path / "sweep").exists()
 
 

@@ -11,6 +11,7 @@ from rlctl.methods.configuration import resolve
 from rlctl.methods.rl.rl_config import RlConfig
 from rlctl.models.catalog import lookup
 from rlctl.planner import from_config
+from rlctl.planner.costs.engines import generation_time
 from rlctl.planner.costs.time import CPU_MERGED_BYTES_PER_S
 from rlctl.planner.from_config import cluster_from_config, local_gpus, moment_bytes
 from rlctl.planner.result import Plan
@@ -201,9 +202,61 @@ def test_a_plan_of_several_adapters_counts_their_changes() -> None:
     facts = lookup("HuggingFaceTB/SmolLM2-135M")
     assert facts is not None
     sets = ["model.name=x", "cluster.gpu=cpu", "training.lora.rank=16", "training.lora.refit=delta", "training.dp=1"]
-    config = resolve(sets=[*sets, "model.dtype=float32"], environment={}).config
+    config = resolve(sets=[*sets, "model.dtype=float32", "generation.engines=1"], environment={}).config
     alone, turns = (plan_of(config, facts, held_adapters=held) for held in (1, 4))
     changes = turns.seconds[Phase.REFIT] - 2 * alone.seconds[Phase.REFIT]
     merged = 4 * 30 * (576 * (576 + 2 * 192 + 576) + 3 * 576 * 1536) / CPU_MERGED_BYTES_PER_S
     copied = 2 * 12 * 4_884_480 / (turns.request.cluster.device.memory_bandwidth / 2)
     assert changes == pytest.approx(merged + copied, rel=1e-3)
+
+
+def swept(name: str, held: int, *sets: str) -> Plan:
+    facts = lookup(name)
+    assert facts is not None
+    config = resolve(sets=["model.name=x", "training.lora.rank=16", *sets], environment={}).config
+    return plan_of(config, facts, held_adapters=held)
+
+
+SMALL, LARGE = ("HuggingFaceTB/SmolLM2-135M", 2, "cluster.gpu=cpu", "training.dp=1"), (
+    "meta-llama/Llama-3.1-8B", 4, "cluster.gpu=h100", "cluster.gpus_per_node=8",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "engines", "runs", "rule"),
+    [
+        (SMALL, 2, 2, "sample its next batch while the policy trains the other runs"),
+        ((*SMALL, "generation.engines=4"), 4, 2, "sample its next batch while the policy trains the other runs"),
+        ((*SMALL, "generation.engines=3"), 3, 1, "generation.engines = 3 is no multiple of 2 runs"),
+        ((*SMALL, "training.offload=true"), 1, 1, "training.offload moves the policy to host memory"),
+        (LARGE, None, 1, "engines on the policy's GPUs sleep while it trains; generation.colocated=false"),
+        ((*LARGE, "generation.colocated=false"), 4, 4, "sample its next batch while the policy trains the other runs"),
+    ],
+)  # fmt: skip
+def test_runs_of_a_sweep_have_engines_of_their_own_where_these_can_sample_meanwhile(
+    asked: tuple, engines: int | None, runs: int, rule: str
+) -> None:
+    plan = swept(*asked)
+    assert plan.generation is not None
+    assert plan.generation.runs == runs
+    assert engines in (None, plan.generation.engines)
+    assert any(reason.value.startswith("engines of a run=") and rule in reason.rule for reason in plan.reasons)
+
+
+def test_a_step_with_own_engines_waits_for_the_part_of_its_rollouts_that_outlasts_the_other_runs() -> None:
+    """Four runs take turns in the policy; while one samples, the three others take a step."""
+    plan = swept(*LARGE, "generation.colocated=false", "generation.devices=4", "generation.tp=1")
+    assert plan.generation is not None
+    assert plan.generation.of_run == 1
+    sampled = generation_time(plan.request, plan.generation).total + plan.request.constants.reward_s
+    trains = plan.total_s - plan.seconds[Phase.WAITING]
+    assert plan.total_s == pytest.approx(max(trains, (sampled + trains) / 4))
+
+
+def test_engines_have_room_for_the_base_that_they_keep() -> None:
+    """Llama-3.1-8B has 6.98 billion weights in the adapted matrices of its layers, of 2 bytes."""
+    plan = swept("meta-llama/Llama-3.1-8B", 1, "cluster.gpu=h100", "generation.tp=1", "training.lora.refit=delta")
+    assert plan.memory["generation"].parts["base of adapters"] == pytest.approx(2 * 32 * 218_103_808)
+    assert plan.generation is not None
+    held = sum(size for name, size in plan.memory["generation"].parts.items() if name != "policy asleep")
+    assert held <= plan.generation.memory_fraction * plan.cluster.device.memory

@@ -298,6 +298,14 @@ class EngineClient:
         """The engines that there are now, as what loads weights and has memory."""
         return self.group.held(EpisodeWorker.engine)
 
+    def divided(self, parts: int) -> list[EngineClient]:
+        """Return clients of consecutive engines, as many for each."""
+        size = len(self) // parts
+        return [
+            EngineClient(self.group.part(range(first, first + size)), keeps=self._keeps)
+            for first in range(0, parts * size, size)
+        ]
+
     def generate(
         self, shares: Sequence[Sequence[GroupRequest]], sampling: Sampling, timeout_s: float
     ) -> list[list[SampledGroup] | WorkerError | WaitTimeoutError]:

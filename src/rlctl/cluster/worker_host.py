@@ -22,6 +22,9 @@ from rlctl.cluster.usage import Usage, UsageSampler
 from rlctl.errors import RlctlError, WorkerError
 from rlctl.garbage import many_objects
 
+CallPath = tuple[*tuple[tuple[str, tuple], ...], str]
+"""Methods, with their arguments, that lead from a worker to an object that it holds, and the object's method."""
+
 
 class WorkerHost:
     """Runs in the worker's process: sends its output to the log file and calls the worker's methods."""
@@ -75,13 +78,14 @@ class WorkerHost:
             self.call((then,), (), {})
         return os.getpid()
 
-    def call(self, path: tuple[str, ...], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def call(self, path: CallPath, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        *holders, method = path
         target = self.worker
-        for holder in path[:-1]:
-            target = getattr(target, holder)()
-        return self._logged(lambda: getattr(target, path[-1])(*args, **kwargs))
+        for name, holder_args in holders:
+            target = getattr(target, name)(*holder_args)
+        return self._logged(lambda: getattr(target, method)(*args, **kwargs))
 
-    def call_by_handle(self, path: tuple[str, ...], args: tuple) -> Any:
+    def call_by_handle(self, path: CallPath, args: tuple) -> Any:
         """Call a method that returns (result, values), and store each value as an object."""
         result, values = self.call(path, args, {})
         return (result, *values) if values else result

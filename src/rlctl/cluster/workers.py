@@ -170,7 +170,7 @@ class WorkerGroup(Generic[W_co]):
         self.start_timeout_s = start_timeout_s
         self._slowest: dict[str, float] | None = {} if measured else None
         self.specs = list(specs)
-        self._path: tuple[str, ...] = ()
+        self._path: tuple[tuple[str, tuple], ...] = ()
         self._worker_class, self._placement, self._concurrency = worker_class, placement, concurrency
         self._logs = [self.log_dir / f"{name}-{rank}.log" for rank in range(len(self.specs))]
         taken = [early.take(name, spec.environment(), concurrency) if early else None for spec in self.specs]
@@ -316,10 +316,10 @@ class WorkerGroup(Generic[W_co]):
         processes = [hangs.Process(pid, str(log)) for pid, log in zip(self.pids, self._logs, strict=True)]
         return hangs.look_at(dict(enumerate(zip(places, processes, strict=True))), node_id())
 
-    def held(self, holder: Callable[[W_co], S]) -> WorkerGroup[S]:
+    def held(self, holder: Callable[[W_co, *Ts], S], *args: *Ts) -> WorkerGroup[S]:
         """Return a group of the objects that the workers hold: calls go to the result of their method `holder`."""
         group = cast(WorkerGroup[Any], copy.copy(self))
-        group._path = (*self._path, holder.__name__)
+        group._path = (*self._path, (holder.__name__, args))
         return group
 
     def part(self, ranks: Sequence[int], name: str | None = None) -> WorkerGroup[W_co]:

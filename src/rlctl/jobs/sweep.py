@@ -1,9 +1,10 @@
 """Runs that differ in a few keys and share one base model (`rlctl sweep`): each trains its own adapter, in turns.
 
 Policy and engines start once. A turn is one step of one run: its adapter and optimizer states take their place in the
-policy, the engines get the adapter, and the others wait in host memory. Each run has its own directory, as if it had
-been started alone, and computes the same numbers. A sweep that was stopped or killed continues from the checkpoints of
-its runs.
+policy, and the others wait in host memory. Engines get the adapter of each turn, or, where the plan has engines for
+each run (`GenerationChoice.runs`), keep their run's adapter and sample its next batch while the other runs train. Each
+run has its own directory, as if it had been started alone, and computes the same numbers. A sweep that was stopped or
+killed continues from the checkpoints of its runs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from rlctl.preparation.job import Job
 from rlctl.preparation.manifest import manifest_of
 from rlctl.preparation.run_workers import RunWorkers
 from rlctl.preparation.worker_specs import RunWorkersSpec
+from rlctl.refit.sync import WeightSync
 from rlctl.report.run_report import compare_runs
+from rlctl.rollouts.sampled_ahead import SampledAhead
 from rlctl.runs.directory import Checkpoint
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
@@ -72,10 +75,20 @@ class SweptLoop(Loop):
     def begin(self) -> None:
         self._use_adapter()
         super().begin()
+        validation = self.parts.validation
+        if self.step or validation is None or not validation.due(0):  # else the engines answer its prompts first
+            self._sample_ahead()
 
     def advance(self, stop: StopRequest) -> None:
         super().advance(stop)
+        if not stop.requested:
+            self._sample_ahead()
         self.parts.saver.finish()  # the policy has one save under way at most
+
+    def _sample_ahead(self) -> None:
+        """Begin the next batch of a run with its own engines."""
+        if isinstance(self.parts.source, SampledAhead) and not self.ended:
+            self.parts.source.begin(self.version)
 
     def keep(self) -> None:
         """Save the last step of a run that another one's stop request ended."""
@@ -86,7 +99,7 @@ class SweptLoop(Loop):
     def sample(self) -> Any:
         with self.parts.timer(Phase.REFIT):
             self._use_adapter()
-            if self.parts.sync is not None:
+            if self.parts.sync is not None and not isinstance(self.parts.source, SampledAhead):
                 self.parts.sync.refit(self.version)
         return super().sample()
 
@@ -170,13 +183,19 @@ def _train(sweep: Sweep, display: Display, stop: StopRequest, ray: BesideSession
             workers.policy.use_adapter(number)
             manifest = manifest_of(one.job)
             saved.append(first_or_newest(one.job, one.run, workers, one.display, manifest, one.resumes))
-        sync = open_sync(job, workers, display, stack, first=saved[0] is None)
+        own = job.plan.generation is not None and job.plan.generation.runs > 1
+        shares = workers.shares(len(sweep.runs)) if own else [workers]
+        syncs = list[WeightSync | None]()
         turns = list[tuple[Swept, SweptLoop]]()
         for number, (one, resume_from) in enumerate(zip(left, saved, strict=True)):
-            own_workers = with_scorers(workers, one.job.workers_spec()) if number else workers
+            share = shares[sweep.runs.index(one) if own else 0]
+            if own or not syncs:
+                syncs.append(open_sync(job, share, display, stack, first=resume_from is None))
+            own_workers = with_scorers(share, one.job.workers_spec()) if number else share
             parts, step, version = open_parts(
-                one.job, one.run, own_workers, one.display, stack, sync=sync, resume_from=resume_from, recovers=False
-            )
+                one.job, one.run, own_workers, one.display, stack, sync=syncs[-1], resume_from=resume_from,
+                recovers=False, ahead=own,
+            )  # fmt: skip
             turns.append((one, SweptLoop(one.job, parts, number, step, version)))
         display.close()
         _take_turns(sweep, turns, stop)

@@ -23,6 +23,7 @@ from rlctl.preparation.job import Job
 from rlctl.preparation.manifest import manifest_of
 from rlctl.preparation.run_workers import RunWorkers, start_run_workers
 from rlctl.refit.sync import WeightSync
+from rlctl.rollouts.sampled_ahead import SampledAhead
 from rlctl.runs.directory import Checkpoint, RunDirectory
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
@@ -155,9 +156,10 @@ def open_parts(
     sync: WeightSync | None,
     resume_from: Checkpoint | None = None,
     recovers: bool = True,
+    ahead: bool = False,
 ) -> tuple[Parts, int, int]:
     """Return the loop's parts, which `stack` closes, and the step and version that the run continues from. `recovers`:
-    lost policy ranks start again."""
+    lost policy ranks start again; `ahead`: the source is a `SampledAhead`."""
     policy = workers.policy
     loggers = open_loggers(job, run, resume_from, display, stack)
     agreement = job.method.agreement(job.dtype) if isinstance(job.method, SampledByEngines) else None
@@ -167,7 +169,11 @@ def open_parts(
     stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
     timer = StepTimer()
     timer.watch, display.progress = display.phase, progress_of(workers, job.config.batch)
-    rollouts = stack.enter_context(rollouts_of(job, workers, sync, timer, display))
+    rollouts = stack.enter_context(rollouts_of(job, workers, sync, StepTimer() if ahead else timer, display))
+    if ahead:
+        assert sync is not None  # engines sample
+        rollouts = begun = SampledAhead(rollouts, sync, timer)
+        stack.push(lambda kind, *_: begun.close() if kind is None else None)
     journal = RunJournal(job, run, display, loggers, Machine(workers, sync))
     validation = validation_of(job, workers, policy, sync, journal)
     step, version = restored(resume_from, rollouts, validation)

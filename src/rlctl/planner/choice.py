@@ -72,6 +72,8 @@ class LoraChoice:
     """Adapters of these shapes over one base, each with optimizer states; all but one wait in host memory."""
     why: str = field(default="", compare=False)
     """The rule that chose `refit`."""
+    why_turns: str = field(default="", compare=False)
+    """Why runs of a sweep cannot have their own engines; empty: they can."""
     others: tuple[LoraChoice, ...] = field(default=(), compare=False)
     """The same adapters with the other ways that the planner compares by the time of a step."""
 
@@ -163,6 +165,13 @@ class GenerationChoice:
     weight_bytes: float = 2.0
     """Bytes of a weight: 2 bf16, 1 fp8, 4 float32."""
     numbers: EngineNumbers = PLAIN_ENGINE
+    runs: int = 1
+    """Runs of a sweep that have their own engines, as many each; 1: all engines serve one run at a time."""
+
+    @property
+    def of_run(self) -> int:
+        """Engines that sample the rollouts of one run."""
+        return self.engines // self.runs
 
     @property
     def matrix_bytes(self) -> float:
@@ -187,4 +196,5 @@ class GenerationChoice:
     def name(self) -> str:
         sizes = (("TP", self.tp), ("PP", self.pp), ("DP", self.dp), ("EP", self.ep))
         engines = f"{self.engines} engine" + "s" * (self.engines > 1)
+        engines += f" ({self.of_run} for each run)" if self.runs > 1 else ""
         return " ".join([engines, *(f"{name}{size}" for name, size in sizes if size > 1)])

@@ -361,6 +361,15 @@ def moment_bytes(passed: Mapping[str, Any]) -> int:
     return sum({"float32": 4, "fp32": 4, "uint8": 1, "fp8": 1}.get(name, 2) for name in names)
 
 
+def _why_turns(config: RlctlConfig, *, reward_model: bool) -> str:
+    """Return why runs of a sweep cannot have their own engines; empty: they can."""
+    if config.training.offload:
+        return "training.offload moves the policy to host memory while engines sample"
+    if reward_model:
+        return "the reward model computes between the steps of the policy"
+    return ""
+
+
 def plan_from_config(
     config: RlctlConfig,
     facts: ModelFacts,
@@ -398,7 +407,9 @@ def plan_from_config(
     adapters = lora_choice(facts, lora) if lora.rank else None
     ways = choose_refit(config, facts, adapters, refits=workload.trains and workload.engines, on_cpu=cluster.is_cpu)
     if adapters:
-        choices = [replace(adapters, refit=refit, why=rule, held=held_adapters) for refit, rule in ways]
+        turns = _why_turns(config, reward_model=bool(teachers) and config.named_teacher is None)
+        adapters = replace(adapters, held=held_adapters, why_turns=turns)
+        choices = [replace(adapters, refit=refit, why=rule) for refit, rule in ways]
         adapters = replace(choices[0], others=tuple(choices[1:]))
     # rlctl gives Megatron float32 unless the user passes another dtype.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4

@@ -74,6 +74,21 @@ class RunWorkers:
     restarts: Restarts | None = None
     """Restarts the policy's processes; None: the processes were not started by `start_run_workers`."""
 
+    def shares(self, runs: int) -> list[RunWorkers]:
+        """Divide the engines among the runs of a sweep; return the processes of each, with its own refit session."""
+        assert self.engines is not None  # the plan has engines for each run
+        assert self.restarts is not None  # set by `start_run_workers`
+        processes = self.restarts.policy
+        return [
+            replace(
+                self,
+                engines=engines,
+                senders=processes.held(PolicyProcess.sender, number),
+                adapter_senders=processes.held(PolicyProcess.adapter_sender, number),
+            )
+            for number, engines in enumerate(self.restarts.divided(self.engines, runs))
+        ]
+
     @property
     def groups(self) -> dict[str, WorkerGroup[Any]]:
         """The groups of policy, engines and teacher, by name."""
@@ -169,8 +184,8 @@ def start_run_workers(
         doing("starting processes")
         with failing_with(*beside.values()):
             start.ready(*([engines] if beside and engines else []))
-        ranks, senders = processes.held(PolicyProcess.rank), processes.held(PolicyProcess.sender)
-        adapter_senders = processes.held(PolicyProcess.adapter_sender)
+        ranks, senders = processes.held(PolicyProcess.rank), processes.held(PolicyProcess.sender, 0)
+        adapter_senders = processes.held(PolicyProcess.adapter_sender, 0)
         start_s = spec.limits.start_timeout_s
         if engines is not None and not beside:
             doing("starting engines")
@@ -286,6 +301,13 @@ class Restarts:
             scorer.ready()
             scorer.within(spec.limits.start_timeout_s).call(RewardWorker.setup)
         return scorers
+
+    def divided(self, engines: EngineClient, parts: int) -> list[EngineClient]:
+        """Return the engines in `parts` clients of equal size, whose lost engines start again independently."""
+        clients = engines.divided(parts)
+        self._start.groups.remove(engines.group)
+        self._start.groups += [client.group for client in clients]
+        return clients
 
     def places(self) -> tuple[Bundle, ...]:
         """Return the current bundles of the policy's ranks."""

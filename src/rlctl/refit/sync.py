@@ -160,6 +160,8 @@ class WeightSync:
         self.lost_engines = 0
         """Engines that were lost so far."""
         self._agreed = False  # the engines' log-probs with the policy's, once
+        self.policy_elsewhere = False
+        """The policy computes for another run, so that it cannot refit these engines."""
         self.before_refit: Callable[[], None] = lambda: None
         """Called before each refit of a run, where rollouts are in flight that must be finished first."""
 
@@ -233,7 +235,9 @@ class WeightSync:
 
     def recover(self, error: RlctlError, version: int) -> RefitReport:
         """Replace engines lost with `error` and refit all to `version`; devices keep their owner. Raises `error` if
-        none is lost or replaceable, WorkerError for too many losses."""
+        none is lost or replaceable, or the policy is elsewhere; WorkerError for too many losses."""
+        if self.policy_elsewhere:
+            raise error
         generating = self.devices.holder is DeviceHolder.ENGINES
         while True:
             lost = self.engines.lost() if self._restarts else []

@@ -81,31 +81,38 @@ class AdapterSender(WeightSender, Protocol):
 class PolicyProcess:
     """One process of a policy that can refit engines: its rank, and the senders of its weights and adapters."""
 
-    def __init__(self, rank: PolicyWorker, sender: WeightSender, adapters: AdapterSender | None = None) -> None:
-        """`adapters` None: the backend has no adapters."""
-        self._rank, self._sender, self._adapters = rank, sender, adapters
+    def __init__(self, rank: Any) -> None:
+        self._rank = rank
+        self._senders: dict[int, WeightSender] = {}
+        self._adapter_senders: dict[int, AdapterSender] = {}
 
     def rank(self) -> PolicyWorker:
         return self._rank
 
-    def sender(self) -> WeightSender:
-        return self._sender
+    def sender(self, session: int = 0) -> WeightSender:
+        """Return the sender of a refit session. Runs of a sweep with their own engines have a session each."""
+        from rlctl.refit.policy_side import RefitSender
 
-    def adapter_sender(self) -> AdapterSender:
-        assert self._adapters is not None  # the plan chose a backend with adapters
-        return self._adapters
+        if session not in self._senders:
+            self._senders[session] = RefitSender(self._rank)
+        return self._senders[session]
+
+    def adapter_sender(self, session: int = 0) -> AdapterSender:
+        from rlctl.refit.policy_side import SenderOfAdapters
+
+        if session not in self._adapter_senders:
+            self._adapter_senders[session] = SenderOfAdapters(self._rank)
+        return self._adapter_senders[session]
 
     def close(self) -> None:
         """Let go of staging memory and leave the process group."""
-        self._sender.refit_close()
-        if self._adapters is not None:
-            self._adapters.refit_close()
+        for sender in (*self._senders.values(), *self._adapter_senders.values()):
+            sender.refit_close()
         self._rank.close()
 
 
 def policy_process(worker: str, **kwargs: Any) -> PolicyProcess:
     """Start one rank of a policy: the worker of a backend (`PolicyBackend.worker`), built from `kwargs`."""
-    from rlctl.refit.policy_side import RefitSender, SenderOfAdapters
+    import rlctl.refit.policy_side  # noqa: F401 - slow, so while other processes start
 
-    rank: Any = imported(worker)(**kwargs)
-    return PolicyProcess(rank, RefitSender(rank), SenderOfAdapters(rank) if hasattr(rank, "adapters") else None)
+    return PolicyProcess(imported(worker)(**kwargs))

@@ -167,7 +167,8 @@ def decode_step(request: Request, choice: GenerationChoice) -> Seconds:
 
 def _cpu_decode_step(request: Request, choice: GenerationChoice) -> Seconds:
     facts, device, active = request.facts, request.cluster.device, count(request.facts).active
-    share = min(1.0, (choice.threads or device.cores) / max(1, device.cores))
+    together = _engines_together(request, choice)
+    share = min(1 / together, (choice.threads or device.cores) / max(1, device.cores))
     flops = device.flops("float32") * share * CPU_DECODE_EFFICIENCY
     added = CPU_ADDED_PRODUCTS if request.adapters is not None and request.adapters.adds else 1.0
     communication = communication_seconds(request, choice)
@@ -177,10 +178,15 @@ def _cpu_decode_step(request: Request, choice: GenerationChoice) -> Seconds:
         cache = sequences * context * kv_bytes_per_token(facts, choice.cache_element_bytes)
         read = choice.weight_bytes * active + cache
         layer = CPU_DECODE_LAYER_S + CPU_DECODE_SEQUENCE_S * sequences
-        step = added * max(compute, read / device.memory_bandwidth) + facts.layers * layer + 0.004
+        step = added * max(compute, together * read / device.memory_bandwidth) + facts.layers * layer + 0.004
         return step + communication(sequences)
 
     return seconds
+
+
+def _engines_together(request: Request, choice: GenerationChoice) -> int:
+    """Return the engines that share the cores of a node."""
+    return max(1, choice.engines // request.cluster.nodes)
 
 
 def communication_seconds(request: Request, choice: GenerationChoice) -> Seconds:
@@ -231,7 +237,7 @@ class _Load:
 def _load(request: Request, choice: GenerationChoice, steps: int = 1) -> _Load:
     """Return the work of `steps` steps whose rollouts are sampled at the same time."""
     workload, cluster, constants = request.workload, request.cluster, request.constants
-    rollouts = float(steps * workload.share(choice.engines, choice.dp))
+    rollouts = float(steps * workload.share(choice.of_run, choice.dp))
     lengths = workload.lengths(constants.length_sigma)
     context = workload.prompt_tokens + lengths.second_moment / lengths.mean / 2
     # Rollouts that start together reach their full lengths together; rollouts of several versions have all ages.
@@ -241,7 +247,7 @@ def _load(request: Request, choice: GenerationChoice, steps: int = 1) -> _Load:
     tokens = rollouts * workload.prompt_tokens / max(1.0, min(workload.generations, rollouts))
     rate = cluster.device.flops("bf16") * constants.prefill_efficiency * choice.replica_gpus
     if cluster.is_cpu:
-        rate = cluster.device.flops("float32") * CPU_DECODE_EFFICIENCY
+        rate = cluster.device.flops("float32") * CPU_DECODE_EFFICIENCY / _engines_together(request, choice)
     seeing = workload.image_share * tower_operations(request.facts)
     prefill = (2.0 * count(request.facts).active + seeing) * tokens / rate
     if choice.tp > max(1, cluster.link_domain) and not cluster.is_cpu:  # inside a node it is part of the efficiency

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from rlctl.models.constraints import Problem
 from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.costs.engines import (
     CPU_ENGINE_BYTES,
     generation_time,
+    kept_base_bytes,
     kv_bytes_per_token_on_device,
     overhead_bytes,
     plan_kv,
@@ -28,14 +30,15 @@ def generation_choices(request: Request, devices: int) -> Iterator[GenerationCho
     base = {"weight_bytes": request.generation_bytes, "max_batched_tokens": batched, "numbers": request.engine}
     if cluster.is_cpu:
         pp, dp = request.pin("generation.pp", 1), request.pin("generation.dp", 1)
-        engines = request.pin("generation.engines", min(cluster.nodes, workload.prompts))
-        threads = request.pin("generation.threads", max(1, devices // engines))
-        concurrent = request.pin("generation.max_concurrent", min(256, workload.most_at_once(engines, dp)))
-        for tp in request.values("generation.tp", [1]):
+        for tp, (engines, runs) in product(request.values("generation.tp", [1]), engine_counts(request, cluster.nodes)):
+            threads = request.pin("generation.threads", max(1, devices // engines))
+            share = workload.most_at_once(engines // runs, dp)
+            concurrent = request.pin("generation.max_concurrent", min(256, share))
             ep = request.pin("generation.ep", tp * dp if dp > 1 and facts.moe else 1)
             yield GenerationChoice(
-                engines, tp, pp, dp, ep, memory_fraction=None, max_concurrent=concurrent, threads=threads, **base
-            )
+                engines, tp, pp, dp, ep, memory_fraction=None, max_concurrent=concurrent, threads=threads, runs=runs,
+                **base,
+            )  # fmt: skip
         return
     experts = facts.moe.experts if facts.moe else 1
     for tp in request.values("generation.tp", powers(min(facts.heads, devices, 64))):
@@ -50,11 +53,27 @@ def generation_choices(request: Request, devices: int) -> Iterator[GenerationCho
             for dp, ep in options:
                 if dp != request.pin("generation.dp", dp) or ep != request.pin("generation.ep", ep):
                     continue
-                engines = request.pin("generation.engines", min(devices // (tp * pp * dp), workload.prompts))
-                if engines:
-                    share = workload.most_at_once(engines, dp)
+                for engines, runs in engine_counts(request, devices // (tp * pp * dp)):
+                    share = workload.most_at_once(engines // runs, dp)
                     concurrent = request.pin("generation.max_concurrent", max(8, min(1024, share)))
-                    yield GenerationChoice(engines, tp, pp, dp, ep, max_concurrent=concurrent, **base)
+                    yield GenerationChoice(engines, tp, pp, dp, ep, max_concurrent=concurrent, runs=runs, **base)
+
+
+def engine_counts(request: Request, places: int) -> Iterator[tuple[int, int]]:
+    """Yield (engines, runs with their own engines): all for one run at a time, and as many for each run of a sweep.
+    `places`: engines that there are devices for, or nodes of CPUs, where each run may have a core."""
+    prompts, pinned = request.workload.prompts, request.pin("generation.engines")
+    if engines := pinned or min(places, prompts):
+        yield engines, 1
+    if (adapters := request.adapters) is None or adapters.why_turns or not request.workload.rollouts:
+        return
+    if (runs := adapters.held) == 1:
+        return
+    shared = request.cluster.is_cpu and runs <= request.cluster.devices
+    for_each = min(max(places // runs, int(shared)), prompts)
+    own = for_each * runs if pinned is None else pinned * (pinned % runs == 0)
+    if own:
+        yield own, runs
 
 
 def ruled_engines(request: Request, devices: int) -> Iterator[tuple[GenerationChoice, list[Problem]]]:
@@ -80,7 +99,8 @@ def memory_fraction(request: Request, choice: GenerationChoice, colocated: bool,
 
 
 def _fixed_bytes(request: Request, choice: GenerationChoice) -> float:
-    return weight_bytes(request.facts, choice) + sum(overhead_bytes(request.facts, choice, request.constants).values())
+    weights = weight_bytes(request.facts, choice) + kept_base_bytes(request, choice)
+    return weights + sum(overhead_bytes(request.facts, choice, request.constants).values())
 
 
 def generation_candidates(
@@ -91,9 +111,11 @@ def generation_candidates(
 
     def score(sized: GenerationChoice) -> float:
         kinds = sum(size > 1 for size in (sized.tp, sized.pp, sized.dp, sized.ep))
-        return generation_time(request, sized).total * (1 + SIMPLICITY * kinds)
+        return generation_time(request, sized).total / sized.runs * (1 + SIMPLICITY * kinds)
 
     for choice, problems in ruled_engines(request, devices):
+        if choice.runs > 1 and colocated and not request.cluster.is_cpu:
+            continue  # all engines sleep while the policy trains
         if problems:
             rejected(choice, problems[0].message)
             continue
@@ -146,7 +168,7 @@ def _cpu_cache(request: Request, choice: GenerationChoice, budget: float) -> Gen
     cache_bytes = choice.max_concurrent * request.workload.max_length * per_token * 1.1
     least = request.workload.max_length * per_token * 1.1
     process = CPU_ENGINE_BYTES + request.constants.cpu_process_bytes
-    fixed = ranks * (process + weight_bytes(request.facts, choice))
+    fixed = ranks * (process + weight_bytes(request.facts, choice) + kept_base_bytes(request, choice))
     free = budget / max(1, choice.engines // request.cluster.nodes) - fixed
     size = request.pin("generation.kv_cache_bytes", min(max(cache_bytes, 256 * 1024**2), free))
     if size < least or size > free:

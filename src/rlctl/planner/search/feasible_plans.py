@@ -502,9 +502,16 @@ def _seconds(
             meanwhile = sum(seconds.values()) if workload.overlaps else 0.0
             seconds[Phase.WAITING] = turn + max(0.0, scored - turn - meanwhile)
         refit_s = refit_time(request, training.choice, generation, colocated, mover)
-        turns = training.choice.adapters is not None and training.choice.adapters.held > 1
+        turns = training.choice.adapters is not None and training.choice.adapters.held > 1 and generation.runs == 1
         seconds[Phase.REFIT] = (1 + turns) * refit_s  # engines get the adapter of the run whose turn it is
     seconds[Phase.REFIT] += change_time(request, training.choice)
+    if generation is not None and generation.runs > 1:
+        # The run's engines sample while the policy trains the other runs, on a CPU with the same cores.
+        sampled = seconds[Phase.GENERATION] + seconds[Phase.REWARD]
+        trains = sum(seconds.values()) - sampled
+        shared = request.cluster.is_cpu and colocated
+        waits = sampled / generation.runs if shared else max(0.0, (sampled + trains) / generation.runs - trains)
+        seconds |= {Phase.GENERATION: 0.0, Phase.REWARD: 0.0, Phase.WAITING: waits}
     return seconds
 
 

@@ -113,7 +113,7 @@ def _teacher(request: Request, teacher: TeacherPlan) -> list[str]:
 
 def _generation(request: Request, g: GenerationChoice) -> list[str]:
     time, sigma = generation_time(request, g), request.constants.length_sigma
-    lengths, share = request.workload.lengths(sigma), request.workload.share(g.engines, g.dp)
+    lengths, share = request.workload.lengths(sigma), request.workload.share(g.of_run, g.dp)
     return [
         f"weights {weight_bytes(request.facts, g) / GIB:.2f} GiB, KV "
         f"{kv_bytes_per_token_on_device(request.facts, g):,.0f} bytes a token a device",

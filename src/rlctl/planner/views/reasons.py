@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rlctl.models.constraints import unpacked_rule
-from rlctl.planner.choice import TEACHER_SIZES, GenerationChoice, TrainingChoice
+from rlctl.planner.choice import TEACHER_SIZES, GenerationChoice, LoraChoice, TrainingChoice
 from rlctl.planner.costs.engines import full_step, generation_time, plan_kv, weight_bytes
 from rlctl.planner.costs.memory import waiting_adapter_bytes
 from rlctl.planner.costs.time import change_time
@@ -184,12 +184,28 @@ def _training_rules(plan: Plan, t: TrainingChoice, request: Request, rejected: l
         each = waiting_adapter_bytes(plan.facts, t) / 2**20
         waits = f"{each:,.1f} MiB of weights and optimizer states each in host memory of a rank"
         changes = f"A change of adapters takes {change_time(request, t):.2f} s of each step"
-        changes += "." if plan.generation is None else ", and a refit of the engines, which serve one at a time."
-        yield "adapters", held, f"One for each run; {_number(held - 1, 'adapter')} wait, with {waits}. {changes}"
+        yield "adapters", held, f"One for each run; {_number(held - 1, 'adapter')} wait, with {waits}. {changes}."
+        if plan.generation is not None and plan.workload.rollouts:
+            yield _engines_of_runs(plan, plan.generation, t.adapters)
     if t.own_teacher:
         yield "teacher", "own", "teacher.policy: one more copy of the weights on each rank, and a forward pass."
     if t.threads:
         yield "training.threads", t.threads, "A node's cores / its ranks."
+
+
+def _engines_of_runs(plan: Plan, generation: GenerationChoice, adapters: LoraChoice) -> Ruled:
+    """Return whether each run of a sweep has its own engines, and why."""
+    if generation.runs > 1:
+        rule = "They keep the run's adapter, and sample its next batch while the policy trains the other runs."
+        return "engines of a run", generation.of_run, rule
+    why = adapters.why_turns
+    if not why and plan.colocated and not plan.cluster.is_cpu:
+        why = "engines on the policy's GPUs sleep while it trains; generation.colocated=false gives them others"
+    pinned = plan.pins.get("generation.engines")
+    if not why and pinned is not None and pinned % adapters.held:
+        why = f"generation.engines = {pinned} is no multiple of {_number(adapters.held, 'run')}"
+    why = why or "engines for each run do not fit, or are slower"
+    return "engines of a run", "all in turn", f"They get the adapter of the run with a refit before its step: {why}."
 
 
 def _teacher_rules(plan: Plan, teacher: TeacherPlan) -> Iterator[Ruled]:
@@ -253,12 +269,12 @@ def _generation_rules(plan: Plan, g: GenerationChoice, request: Request) -> Iter
     workload, cluster = request.workload, plan.cluster
     engines = f"{_number(plan.engine_devices or cluster.gpus, 'GPU')} / {g.engine_gpus:,} per engine."
     if cluster.is_cpu:
-        engines = "One per node."
+        engines = "One per node." if g.runs == 1 else "One for each run."
     elif g.gpus < (plan.engine_devices or cluster.gpus) and g.engines == workload.prompts:
         engines = "One per prompt: an engine generates all completions of a prompt."
     yield "generation.engines", g.engines, engines
     longest = workload.lengths(request.constants.length_sigma).longest
-    share = workload.share(g.engines, g.dp)
+    share = workload.share(g.of_run, g.dp)
     rollouts = _number(share, "rollout")
     best = f"Best size for --goal {workload.goal}"
     if workload.goal == "fast":

@@ -292,7 +292,9 @@ _ALL: dict[str, Rule] = {
         when(
             lambda leaf: leaf.value is not None,
             to("training.lora.targets"),
-            differs(reason="PEFT names layers by the model's type, mostly q_proj and v_proj; rlctl adapts all of layers"),
+            differs(
+                reason="PEFT names layers by the model's type, mostly q_proj and v_proj; rlctl adapts all of layers"
+            ),
         ),
         OFF,
     ),
