@@ -172,6 +172,8 @@ def test_set_types_its_values(text: str, key: str, value: object) -> None:
         (["training.lora.lora_dropout=0.1"], ["did you mean `training.lora.dropout`?"]),
         (["training.lora.modules_to_save=[lm_head]"], ["has no effect: training.lora.rank = 0 trains all weights"]),
         (["training.lora.use_dora=true"], ["DoRA trains a magnitude for each row"]),
+        (["training.lora.init_lora_weights=pissa"], ["A begins uniform (Kaiming) and B as 0"]),
+        (["training.lora.r=8"], ["did you mean `training.lora.rank`?"]),
         (["generation.max-new-tokens=8"], ["did you mean `generation.max_new_tokens`?"]),
         (["run.num_train_epochs=2"], ["did you mean `run.epochs`?"]),
         (["run.steps.x=3"], ["unknown key `run.steps.x`"]),
