@@ -154,7 +154,7 @@ def test_a_dry_run_of_a_sweep_counts_its_adapters(here, tiny_llama: Path, tmp_pa
     text = " ".join(done.stdout.split())
     assert "2 runs over one base: optimizer.lr=1e-3; optimizer.lr=1e-2" in text
     assert "2 adapters with their optimizer states, which take turns" in text
-    assert "generation 2 engines (1 for each run)" in text
+    assert "vllm 2 engines (1 for each run)" in text
     assert not (tmp_path / "sweep").exists()
 
 

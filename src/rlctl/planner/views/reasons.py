@@ -182,9 +182,13 @@ def _training_rules(plan: Plan, t: TrainingChoice, request: Request, rejected: l
         yield "critic", "turns" if t.critic_offload else "resident", f"Same size and layout as the policy{how}"
     if t.adapters is not None and (held := t.adapters.held) > 1:
         each = waiting_adapter_bytes(plan.facts, t) / 2**20
-        waits = f"{each:,.1f} MiB of weights and optimizer states each in host memory of a rank"
+        waits = f"{each:,.1f} MiB of weights and optimizer states each on a rank"
         changes = f"A change of adapters takes {change_time(request, t):.2f} s of each step"
-        yield "adapters", held, f"One for each run; {_number(held - 1, 'adapter')} wait, with {waits}. {changes}."
+        yield (
+            "adapters",
+            held,
+            f"One for each run. {_number(held - 1, 'adapter')} in host memory, with {waits}. {changes}.",
+        )
         if plan.generation is not None and plan.workload.rollouts:
             yield _engines_of_runs(plan, plan.generation, t.adapters)
     if t.own_teacher:
