@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 from rlctl.backends.clients import PolicyClient
 from rlctl.cluster.workers import WorkerGroup
@@ -11,6 +12,7 @@ from rlctl.preparation.job import Job
 from rlctl.preparation.run_workers import RunWorkers
 from rlctl.refit.sync import WeightSync
 from rlctl.rewards.reward_worker import RewardWorker
+from rlctl.rollouts.sampled_ahead import SampledAhead
 from rlctl.rollouts.scored_groups import Scorers
 from rlctl.rollouts.source import RolloutSource
 from rlctl.rollouts.validation import Validation
@@ -46,6 +48,18 @@ def rollouts_of(
 ) -> contextlib.AbstractContextManager[RolloutSource]:
     scorers = scorers_of(job, workers.reward, workers.policy)
     return job.method.source(SourceParts(job.prompts, timer, scorers, sync, display.say))
+
+
+@contextlib.contextmanager
+def sampled_ahead(
+    job: Job, workers: RunWorkers, sync: WeightSync | None, timer: StepTimer, display: Display
+) -> Iterator[SampledAhead]:
+    """As `rollouts_of`, with a source whose next batch can begin early."""
+    assert sync is not None  # engines sample
+    with rollouts_of(job, workers, sync, StepTimer(), display) as source:
+        ahead = SampledAhead(source, sync, timer)
+        yield ahead
+        ahead.close()  # not after an error, which ends the engines
 
 
 def scorers_of(job: Job, workers: WorkerGroup[RewardWorker] | None, policy: PolicyClient) -> Scorers | None:

@@ -15,28 +15,23 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rlctl.cluster.ray_session import BesideSession
 from rlctl.config.load import Resolved
 from rlctl.errors import DivergenceError, RlctlError
 from rlctl.garbage import rare_garbage_collection
 from rlctl.jobs.run_summary import RunSummary, summary_of, written_report
+from rlctl.jobs.swept_loop import SweptLoop
 from rlctl.jobs.swept_runs import Sweep, Swept, open_sweep
 from rlctl.jobs.training_run import first_or_newest, open_parts, open_sync, start_processes
-from rlctl.preparation.job import Job
 from rlctl.preparation.manifest import manifest_of
 from rlctl.preparation.run_workers import RunWorkers
 from rlctl.preparation.worker_specs import RunWorkersSpec
-from rlctl.refit.sync import WeightSync
 from rlctl.report.run_report import compare_runs
-from rlctl.rollouts.sampled_ahead import SampledAhead
 from rlctl.runs.directory import Checkpoint
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
-from rlctl.telemetry.phases import Phase
 from rlctl.telemetry.start_watch import StartWatch
-from rlctl.training.loop import Loop, Parts
 
 
 @dataclass(frozen=True)
@@ -63,50 +58,6 @@ class SweepSummary:
             lines.append(f"{label:<{width}}  {ended} step {run.steps}; {result}")
         more = [how_to_continue(self.directory)] if self.interrupted else []
         return "\n".join([*lines, f"comparison: {self.page}", *more])
-
-
-class SweptLoop(Loop):
-    """The loop of one run among several: at the start of each step its adapter takes its place."""
-
-    def __init__(self, job: Job, parts: Parts, number: int, step: int, version: int) -> None:
-        super().__init__(job.config, parts, step=step, version=version)
-        self._number = number
-
-    def begin(self) -> None:
-        self._use_adapter()
-        super().begin()
-        validation = self.parts.validation
-        if self.step or validation is None or not validation.due(0):  # else the engines answer its prompts first
-            self._sample_ahead()
-
-    def advance(self, stop: StopRequest) -> None:
-        super().advance(stop)
-        if not stop.requested:
-            self._sample_ahead()
-        self.parts.saver.finish()  # the policy has one save under way at most
-
-    def _sample_ahead(self) -> None:
-        """Begin the next batch of a run with its own engines."""
-        if isinstance(self.parts.source, SampledAhead) and not self.ended:
-            self.parts.source.begin(self.version)
-
-    def keep(self) -> None:
-        """Save the last step of a run that another one's stop request ended."""
-        if self._trained is not None:
-            self._use_adapter()
-            self._save(self.step, self._trained, ending=True)
-
-    def sample(self) -> Any:
-        with self.parts.timer(Phase.REFIT):
-            self._use_adapter()
-            if self.parts.sync is not None and not isinstance(self.parts.source, SampledAhead):
-                self.parts.sync.refit(self.version)
-        return super().sample()
-
-    def _use_adapter(self) -> None:
-        if self.parts.sync is not None:
-            self.parts.sync.to_policy()
-        self.parts.policy.use_adapter(self._number)
 
 
 def run_sweep(variants: Sequence[tuple[str, Resolved]], *, quiet: bool, own_process: bool = False) -> SweepSummary:
@@ -185,15 +136,15 @@ def _train(sweep: Sweep, display: Display, stop: StopRequest, ray: BesideSession
             saved.append(first_or_newest(one.job, one.run, workers, one.display, manifest, one.resumes))
         own = job.plan.generation is not None and job.plan.generation.runs > 1
         shares = workers.shares(len(sweep.runs)) if own else [workers]
-        syncs = list[WeightSync | None]()
+        sync = None if own else open_sync(job, workers, display, stack, first=saved[0] is None)
         turns = list[tuple[Swept, SweptLoop]]()
         for number, (one, resume_from) in enumerate(zip(left, saved, strict=True)):
             share = shares[sweep.runs.index(one) if own else 0]
-            if own or not syncs:
-                syncs.append(open_sync(job, share, display, stack, first=resume_from is None))
+            if own:
+                sync = open_sync(job, share, display, stack, first=resume_from is None)
             own_workers = with_scorers(share, one.job.workers_spec()) if number else share
             parts, step, version = open_parts(
-                one.job, one.run, own_workers, one.display, stack, sync=syncs[-1], resume_from=resume_from,
+                one.job, one.run, own_workers, one.display, stack, sync=sync, resume_from=resume_from,
                 recovers=False, ahead=own,
             )  # fmt: skip
             turns.append((one, SweptLoop(one.job, parts, number, step, version)))

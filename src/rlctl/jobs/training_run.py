@@ -15,7 +15,7 @@ from rlctl.jobs.kept_tokenizer import keep_tokenizer
 from rlctl.jobs.policy_recovery import load_policy, recovery_of
 from rlctl.jobs.run_journal import SHOWN_METRICS, RunJournal, open_loggers
 from rlctl.jobs.run_machine import Machine, keep_memory, progress_of
-from rlctl.jobs.run_parts import restored, rollouts_of, validation_of
+from rlctl.jobs.run_parts import restored, rollouts_of, sampled_ahead, validation_of
 from rlctl.jobs.run_summary import RunSummary, how_to_resume, summary_of, with_resume_hint, written_report
 from rlctl.jobs.run_weights import converted, keep_reference_logprobs, load_newest, open_weight_sync
 from rlctl.methods.available import command_of
@@ -23,7 +23,6 @@ from rlctl.preparation.job import Job
 from rlctl.preparation.manifest import manifest_of
 from rlctl.preparation.run_workers import RunWorkers, start_run_workers
 from rlctl.refit.sync import WeightSync
-from rlctl.rollouts.sampled_ahead import SampledAhead
 from rlctl.runs.directory import Checkpoint, RunDirectory
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
@@ -159,7 +158,7 @@ def open_parts(
     ahead: bool = False,
 ) -> tuple[Parts, int, int]:
     """Return the loop's parts, which `stack` closes, and the step and version that the run continues from. `recovers`:
-    lost policy ranks start again; `ahead`: the source is a `SampledAhead`."""
+    lost policy ranks start again; `ahead`: its engines sample while the policy trains other runs."""
     policy = workers.policy
     loggers = open_loggers(job, run, resume_from, display, stack)
     agreement = job.method.agreement(job.dtype) if isinstance(job.method, SampledByEngines) else None
@@ -169,11 +168,8 @@ def open_parts(
     stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
     timer = StepTimer()
     timer.watch, display.progress = display.phase, progress_of(workers, job.config.batch)
-    rollouts = stack.enter_context(rollouts_of(job, workers, sync, StepTimer() if ahead else timer, display))
-    if ahead:
-        assert sync is not None  # engines sample
-        rollouts = begun = SampledAhead(rollouts, sync, timer)
-        stack.push(lambda kind, *_: begun.close() if kind is None else None)
+    opened = (sampled_ahead if ahead else rollouts_of)(job, workers, sync, timer, display)
+    rollouts = stack.enter_context(opened)
     journal = RunJournal(job, run, display, loggers, Machine(workers, sync))
     validation = validation_of(job, workers, policy, sync, journal)
     step, version = restored(resume_from, rollouts, validation)
