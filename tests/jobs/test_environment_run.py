@@ -167,6 +167,8 @@ def test_a_run_of_several_environments_is_resumed_to_bitwise_the_same(
     assert done.returncode == 0, done.stderr
     assert here(resume(cut_after(2, tmp_path / "whole", tmp_path / "cut"))).returncode == 0
     assert results(tmp_path / "cut") == results(tmp_path / "whole")
+    if mode == "sync":
+        the_sources_are_tasks_of_an_evaluation(here, tiny_llama, tmp_path)
     validated = read_metrics(tmp_path / "whole" / "metrics.jsonl")[1]["validation"]
     assert validated[f"sources/{TOYS}:Counting/reward_mean"] == 1.5
     rewards = [validated[f"sources/{name}/reward_mean"] for name in (f"{tmp_path}/rows.jsonl", f"{TOYS}:Even")]
@@ -190,6 +192,34 @@ def test_a_run_of_several_environments_is_resumed_to_bitwise_the_same(
             assert found["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
             assert found.get("turns_mean", 1.0) == turns[source]
             assert found["response_tokens_mean"] == sum(sample["tokens"] for sample in own) / len(own)
+
+
+def the_sources_are_tasks_of_an_evaluation(here: Here, model: Path, folder: Path) -> None:
+    """Each source is measured in its environment, the held-out rows of the plain one, and a model beside the run."""
+    file = folder / "samples.jsonl"
+    words = ["rlctl", "eval", "--run-dir", str(folder / "whole"), "--model", str(model), "--gpu", "cpu"]
+    done = here([*words, "--limit", "4", "--temperature", "1", "--json", "--output", str(file)])
+    assert done.returncode == 0, done.stderr
+    tasks = json.loads(done.stdout)["tasks"]
+    plain, even, counting = f"{folder}/rows.jsonl", f"{TOYS}:Even", f"{TOYS}:Counting"
+    assert [(task["task"], task["model"], task["samples"]) for task in tasks] == [
+        (label, name, count)
+        for label, count in ((plain, 2), (even, 4), (counting, 4))
+        for name in ("whole step 4", model.name)
+    ]
+    samples = [one for line in file.read_text().splitlines() if "row" in (one := json.loads(line))]
+    logged = [line for path in (folder / "whole" / "rollouts").iterdir() for line in path.read_text().splitlines()]
+    trained = {sample["prompt"] for sample in map(json.loads, logged) if sample["source"] == plain}
+    assert trained.isdisjoint(sample["prompt"] for sample in samples if sample["task"] == plain)
+    for sample in samples:
+        said = [turn["text"] for turn in sample.get("turns", ()) if turn["role"] == "assistant"]
+        texts = {plain: [sample["completion"]], even: said, counting: said}[sample["task"]]
+        assert len(texts) == {plain: 1, even: 2, counting: 3}[sample["task"]]
+        scores = [0.5 if sample["task"] == counting else float(len(text) % 2 == 0) for text in texts]
+        assert sample["score"] == sum(scores)
+    for task in tasks:
+        own = [s["score"] for s in samples if (s["task"], s["model"]) == (task["task"], task["model"])]
+        assert task["metrics"]["score@1"]["value"] == pytest.approx(sum(own) / len(own))
 
 
 @pytest.mark.slow

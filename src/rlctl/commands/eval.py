@@ -140,7 +140,11 @@ def show_plans(job: Evaluation, json_: bool, explain: bool) -> None:
         return
     for task in job.tasks:
         how = "; ".join(task.rewards.describe()) if task.rewards else "the reward of the environment"
-        show(f"{task.label}: {len(task.rows)} prompts x {job.samples} samples; {how}")
+        place = task.environment
+        played = f"; environment {place.name or 'of tools alone'}" if place is not None and place.wanted else ""
+        show(f"{task.label}: {len(task.rows)} prompts x {job.samples} samples; {how}{played}")
+        if task.note:
+            message(task.note)
     for label, plan in plans.items():
         show(f"\n{label}\n{plan.text(explain)}")
 

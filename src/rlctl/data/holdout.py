@@ -163,6 +163,23 @@ def open_validation(
     return open_prompts(data, seed, rows), data
 
 
+def open_apart(config: RlctlConfig, data: DataConfig) -> tuple[PromptDataset, str]:
+    """Return the prompts of a source that training does not see: questions and pictures with other seeds, else the rows
+    that `validation.holdout` holds out; without those all rows, and a remark. Raises InputError."""
+    name = data.name or ""
+    if name == DRAWN_SHAPES or name.startswith(GYM_PREFIX):
+        params = {key: value for key, value in data.params.items() if key not in ("seed", "size")}
+        task = name if name == DRAWN_SHAPES else _without_choice(name)
+        made = data.model_copy(update={"name": task, "params": params, "size": None})
+        return open_prompts(made, config.run.seed + MOST_QUESTIONS), ""
+    dataset = open_prompts(data, config.run.seed)
+    columns = columns_of_prompts(config, data)
+    held_out = hold_out(dataset, config.validation.holdout, config.run.seed, columns)[1]
+    if held_out is not None:
+        return held_out, ""
+    return dataset, f"{dataset.label}: a run with this configuration trains on these rows (validation.holdout = 0)"
+
+
 def _without_choice(name: str) -> str:
     """Return the name of a reasoning-gym task without the parameters that say which questions there are."""
     task, _, inline = name.removeprefix(GYM_PREFIX).partition(":")

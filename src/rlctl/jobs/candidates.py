@@ -22,6 +22,8 @@ SHARED = (
 )  # fmt: skip
 """Keys with the same value for all models of an evaluation: the command line's, else the first run's, else the first
 model's."""
+SOURCES = ("data.", "environment.", "reward.", "validation.holdout")
+"""Keys that say what the sources of the data are, and how they are played and scored."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,18 @@ def candidates(
     return tuple(
         replace(candidate, resolved=_with(candidate.resolved, list(values.values()), free_keys)) for candidate in chosen
     )
+
+
+def on_the_same_sources(chosen: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """Give all models the data, environments and rewards of the first run, else of the first model."""
+    first = leading(chosen)
+    values = [value for value in first.resolved.given() if value.key.startswith(SOURCES)]
+
+    def with_sources(resolved: Resolved) -> Resolved:
+        below = [value for value in resolved.given() if not value.key.startswith(SOURCES)]
+        return from_sources([Source(below), Source(values, shared=True)], type(resolved.config))
+
+    return tuple(c if c is first else replace(c, resolved=with_sources(c.resolved)) for c in chosen)
 
 
 def leading(listed: Sequence[Candidate]) -> Candidate:

@@ -14,14 +14,13 @@ from rlctl.config.files import temporary_folder
 from rlctl.jobs.completion_job import CompletionJob
 from rlctl.planner.result import Plan
 from rlctl.preparation.run_workers import start_engines, start_run_workers
-from rlctl.rollouts.environment_episodes import EnvironmentEpisodes
 from rlctl.rollouts.source_episodes import SourceEpisodes
 from rlctl.training.agreement import error_limit
 
 
 @contextlib.contextmanager
 def started_engines(
-    job: CompletionJob, plan: Plan, tell: Tell, play: EnvironmentEpisodes | SourceEpisodes | None = None
+    job: CompletionJob, plan: Plan, tell: Tell, play: SourceEpisodes | None = None
 ) -> Iterator[tuple[EngineClient, PolicyClient | None, contextlib.AbstractContextManager[Any]]]:
     """Yield (engines with the job's weights, policy or None, context in which the engines may use shared devices).
 

@@ -21,6 +21,7 @@ from rlctl.jobs.tasks import Task
 from rlctl.preparation.named import TIME
 from rlctl.rewards.reward_model_scorer import reward_digest
 from rlctl.rollouts.environment_episodes import EnvironmentEpisodes
+from rlctl.rollouts.source_episodes import SourceEpisodes
 from rlctl.runs.evaluation_file import SampleFile
 from rlctl.settings.rewards import RewardTerm
 
@@ -45,8 +46,8 @@ class Encoded:
     prompts: Mapping[str, list[tuple[int, ...]]]
     """Tokens of each prompt by task, in the order of its rows."""
     identity: str
-    play: EnvironmentEpisodes | None = None
-    """How engines play episodes; None: each prompt gets one answer."""
+    play: SourceEpisodes | None = None
+    """How engines play the episodes of each task; None: each prompt gets one answer."""
 
     @classmethod
     def of(cls, evaluation: Evaluation, candidate: Candidate, tell: Tell) -> Encoded:
@@ -62,10 +63,11 @@ class Encoded:
             filter(None, [job.model.files.note, *(encoder.note for encoder in encoders.values())])
         ):
             tell(f"{candidate.label}: {note}")
-        first = evaluation.tasks[0]
-        play = EnvironmentEpisodes.open(config, encoders[first.label], first.prompts[0])
+        environments = {task.label: task.environment or config.environment for task in evaluation.tasks}
+        firsts = [(task.label, encoders[task.label], task.prompts[0]) for task in evaluation.tasks]
+        play = SourceEpisodes.of_tasks(config, environments, firsts)
         if play is not None:
-            encoders = {label: play.showing_tools(encoder) for label, encoder in encoders.items()}
+            encoders |= {label: of_task.showing_tools(encoders[label]) for label, of_task in play.plays.items()}
             for line in play.describe():
                 tell(f"{candidate.label}: {line}")
 
@@ -73,11 +75,13 @@ class Encoded:
             for note in encoders[task.label].notes_on(task.prompts):
                 tell(f"{candidate.label}: {note}")
 
-        def prompt(row: PromptRow, encoder: PromptEncoder) -> tuple[int, ...]:
-            return encoder.encode(row) if play is None else tuple(play.measured(row, encoder))
+        def prompt(row: PromptRow, label: str) -> tuple[int, ...]:
+            of_task = play.of(label) if play else None
+            encoder = encoders[label]
+            return encoder.encode(row) if of_task is None else tuple(of_task.measured(row, encoder))
 
         prompts = {
-            task.label: with_room(job, [prompt(row, encoders[task.label]) for row in task.prompts], task.prompts, tell)
+            task.label: with_room(job, [prompt(row, task.label) for row in task.prompts], task.prompts, tell)
             for task in evaluation.tasks
         }
         weights = candidate.checkpoint
@@ -87,6 +91,9 @@ class Encoded:
             else model_fingerprint(directory, job.model.files.weights)
         )
         return cls(candidate, job, encoders, prompts, identity, play)
+
+    def play_of(self, task: Task) -> EnvironmentEpisodes | None:
+        return self.play.of(task.label) if self.play else None
 
     def opens_thought(self, task: Task) -> bool:
         """Return whether completions begin inside a thought."""
@@ -127,7 +134,7 @@ class Encoded:
             **({"chat_template_kwargs": kwargs} if (kwargs := config.model.chat_template_kwargs) else {}),
             "scorers": [_identity_of(term) for term in task.rewards.terms] if task.rewards else [],
             "extract": task.rewards.extraction if task.rewards else None,
-            **({"environment": self.play.manifest()} if self.play else {}),
+            **({"environment": play.manifest()} if (play := self.play_of(task)) else {}),
         }
 
     def _writes_time(self, task: Task) -> bool:

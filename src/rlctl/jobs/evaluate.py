@@ -19,10 +19,10 @@ from rlctl.cluster.ray_session import fetch
 from rlctl.data.image_rows import shown_prompt
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError
-from rlctl.jobs.candidates import Candidate, at_one_time, leading, with_vision
+from rlctl.jobs.candidates import Candidate, at_one_time, leading, on_the_same_sources, with_vision
 from rlctl.jobs.completion_engines import started_engines
 from rlctl.jobs.encoded_tasks import Encoded, Evaluation
-from rlctl.jobs.tasks import Task, open_environment, open_task
+from rlctl.jobs.tasks import Task, open_sources, open_task
 from rlctl.rewards.extraction import vote
 from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.rewards.statistics import Estimate, Sampled, metrics_of
@@ -69,11 +69,12 @@ def evaluation(
             f"--k {max(ks)}: pass@{max(ks)} needs at least {max(ks)} samples.", f"Raise --n from {samples}."
         )
     config = leading(chosen).resolved.config
-    if not names and not config.environment.name:
+    if not names and not (config.environment.name or config.data.sources):
         raise InputError("There is no task.", "Give --task, for example reasoning-gym:chain_sum or gsm8k, or --env.")
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"--task {twice[0]} is given twice.", "Give it once; --n sets the samples of each prompt.")
-    tasks = tuple(open_task(name, config, limit) for name in names) or (open_environment(config, limit),)
+    tasks = tuple(open_task(name, config, limit) for name in names) or open_sources(config, limit)
+    chosen = chosen if names else on_the_same_sources(chosen)
     if any(row.images for task in tasks for row in task.prompts):
         chosen = tuple(with_vision(candidate) for candidate in chosen)
     if (count := samples * sum(len(task.rows) for task in tasks) * len(chosen)) > MOST_SAMPLES:
@@ -83,6 +84,8 @@ def evaluation(
 
 def evaluate(job: Evaluation, file: SampleFile, tell: Tell) -> list[Result]:
     """Sample and score the samples that `file` lacks; return the metrics of each task and model, task by task."""
+    for note in filter(None, (task.note for task in job.tasks)):
+        tell(note)
     encoded = [Encoded.of(job, candidate, tell) for candidate in at_one_time(job.candidates, file)]
     for encoded_tasks in encoded:
         for task in job.tasks:
@@ -141,16 +144,16 @@ def _scored(
     rows = {row: task.prompts[places[row]] for row in part}
     seed = config.run.seed
     seeds = {row: tuple(sample_seed(seed, row, sample) for sample in samples) for row, samples in part.items()}
-    if encoded.play is None:
-        encoder = encoded.encoders[task.label]
+    encoder = encoded.encoders[task.label]
+    if encoded.play_of(task) is None:
         prompts_shown = {row: encoder.fitted(rows[row], encoded.prompts[task.label][places[row]]) for row in part}
         requests = [
             GroupRequest(row, prompts_shown[row].tokens, seeds[row], media=prompts_shown[row].media) for row in part
         ]
     else:
-        encoder = encoded.encoders[task.label]
         of_episode = {row: episode_seed(seed, FIRST_EPISODE + row) for row in part}
-        requests = [episode_request(row, rows[row], encoder, seeds[row], of_episode[row]) for row in part]
+        played = {row: replace(rows[row], source=task.label) for row in part}
+        requests = [episode_request(row, played[row], encoder, seeds[row], of_episode[row]) for row in part]
     results = generate_groups(engines, requests, encoded.sampling(task), config.cluster.step_limit_s)
     answers: list[GroupScores | None] = [None] * len(results)
     if scorer is not None:

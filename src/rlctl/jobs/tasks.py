@@ -9,6 +9,8 @@ from pathlib import Path
 
 from rlctl.data.benchmarks import BENCHMARKS, known_benchmark, near_benchmark, open_benchmark
 from rlctl.data.drawn_shapes import DRAWN_SHAPES
+from rlctl.data.holdout import open_apart
+from rlctl.data.mixing import SourceSettings, errors_of_source, source_settings
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptDataset, PromptRow
 from rlctl.data.prompts import MOST_QUESTIONS, open_episodes, open_prompts
 from rlctl.data.records import suffix_of
@@ -18,7 +20,7 @@ from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.rollouts.prompt_order import PromptOrder
 from rlctl.settings.config import RolloutConfig
 from rlctl.settings.data import DataConfig
-from rlctl.settings.rewards import RewardConfig, RewardTerm
+from rlctl.settings.rewards import EnvironmentConfig, RewardConfig, RewardTerm
 
 GYM_PROMPTS = 200
 """Default number of questions for tasks that generate questions without end."""
@@ -35,6 +37,10 @@ class Task:
     rewards: RewardPlan | None
     """The task's scorers; None: only the environment gives rewards."""
     rows: tuple[int, ...]
+    environment: EnvironmentConfig | None = None
+    """Where it is played; None: as the section `environment` says."""
+    note: str = ""
+    """Remark for the user on its rows."""
 
     @cached_property
     def prompts(self) -> list[PromptRow]:
@@ -79,20 +85,40 @@ def open_task(name: str, config: RolloutConfig, limit: int | None) -> Task:
         plain = {"name": "exact-match"}
         terms = [term.model_copy(update=plain) if term.name == "task" else term for term in reward.terms]
         reward = reward.model_copy(update={"terms": tuple(terms) or (RewardTerm(name="exact-match"),)})
+    plan = _scorers(reward, dataset, config)
+    return Task(name, dataset, data, plan, _drawn(dataset, config, limit, _makes_rows(name)))
+
+
+def open_sources(config: RolloutConfig, limit: int | None) -> tuple[Task, ...]:
+    """Return the sources of the configuration's data as tasks, each with its environment and scorers, after a trial of
+    the scorers. Tasks of environments come from seeds that no run trains on. Raises InputError."""
+    return tuple(_of_source(source, config, limit) for source in source_settings(config))
+
+
+def _of_source(source: SourceSettings, config: RolloutConfig, limit: int | None) -> Task:
+    environment, label, note = source.environment, source.label, ""
+    with errors_of_source(label):
+        if source.makes_tasks:
+            count, label = limit or GYM_PROMPTS, label or str(environment.name)
+            dataset, rows = open_episodes(label, count), tuple(range(count))
+        else:
+            dataset, note = open_apart(config, source.data)
+            rows = _drawn(dataset, config, limit, _makes_rows(source.data.name or ""))
+        scored = bool(source.reward.terms or dataset.task or not environment.name)
+        plan = _scorers(source.reward, dataset, config) if scored else None
+    return Task(label or dataset.label, dataset, source.data, plan, rows, environment, note)
+
+
+def _scorers(reward: RewardConfig, dataset: PromptDataset, config: RolloutConfig) -> RewardPlan:
     # No sample may be left out: all models' metrics must cover the same samples.
     on_error = "zero" if config.reward.on_error == "zero" else "stop"
-    plan = prepare_rewards(reward.model_copy(update={"on_error": on_error}), dataset)
-    if limit is None and _makes_rows(name):
-        limit = GYM_PROMPTS
-    count = min(len(dataset), limit or len(dataset))
+    return prepare_rewards(reward.model_copy(update={"on_error": on_error}), dataset)
+
+
+def _drawn(dataset: PromptDataset, config: RolloutConfig, limit: int | None, endless: bool) -> tuple[int, ...]:
+    count = min(len(dataset), limit or (GYM_PROMPTS if endless else len(dataset)))
     order = PromptOrder(len(dataset), config.run.seed)  # shuffled, so that --limit samples a sorted data set evenly
-    return Task(name, dataset, data, plan, tuple(order.at(place) for place in range(count)))
-
-
-def open_environment(config: RolloutConfig, limit: int | None) -> Task:
-    """Return the task of an environment that generates its episodes from seeds."""
-    name, count = config.environment.name or "", limit or GYM_PROMPTS
-    return Task(name, open_episodes(name, count), config.data, None, tuple(range(count)))
+    return tuple(order.at(place) for place in range(count))
 
 
 def refuse_idle_reward(rewards: Sequence[str], names: Sequence[str]) -> None:

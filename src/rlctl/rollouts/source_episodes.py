@@ -12,6 +12,7 @@ from rlctl.data.prompt_rows import PromptRow
 from rlctl.rollouts.environment_episodes import EnvironmentEpisodes, EpisodePlayer
 from rlctl.rollouts.episodes import Episode, one_turn
 from rlctl.settings.config import RolloutConfig
+from rlctl.settings.rewards import EnvironmentConfig
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,27 @@ class SourceEpisodes:
     ) -> SourceEpisodes | None:
         """Play a trial episode of each environment, on the first row of a source; None without environments. `sources`:
         (label, encoder, first row). Raises InputError if one fails."""
-        plays, environments, listed = dict[str, EnvironmentEpisodes](), config.environments, list(sources)
+        environments, listed = config.environments, list(sources)
         if (
             config.data.sources and config.validation.wanted and config.validation.data.name
         ):  # rows of `validation.data` belong to no source
             environments |= {"": config.environment}
             listed.append(("", *listed[0][1:]))
-        for label, encoder, row in listed:
+        return cls.of_tasks(config, environments, listed)
+
+    @classmethod
+    def of_tasks(
+        cls,
+        config: RolloutConfig,
+        environments: Mapping[str, EnvironmentConfig],
+        sources: Iterable[tuple[str, PromptEncoder, PromptRow]],
+    ) -> SourceEpisodes | None:
+        """Play a trial episode of each of `environments`, as `open` does."""
+        plays = dict[str, EnvironmentEpisodes]()
+        for label, encoder, row in sources:
             limits = environments[label]
             play = next((play for play in plays.values() if play.limits == limits), None)
-            with errors_of_source(label):
+            with errors_of_source(label if label in config.data.source_labels else ""):
                 play = play or EnvironmentEpisodes.open(config, encoder, row, limits)
             if play is not None:
                 plays[label] = play
