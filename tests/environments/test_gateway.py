@@ -11,8 +11,10 @@ import aiohttp
 import pytest
 
 from rlctl.environments.gateway import server
-from rlctl.environments.gateway.exchange import Answer, Question, ToolCall, too_long
+from rlctl.environments.gateway.exchange import Answer, Question, RefusedError, ToolCall, too_long
 from rlctl.environments.gateway.matching import Answers, conversation_digests
+from rlctl.environments.gateway.messages import AnthropicMessages
+from rlctl.environments.gateway.responses import Responses
 from rlctl.environments.gateway.server import Gateway
 
 CALL = ToolCall("call00000", "look", '{"at": 2.0, "by": "eye"}')
@@ -74,6 +76,62 @@ def test_clients_of_openai_and_anthropic_read_every_reply() -> None:
             gateway.close()
 
     asyncio.run(asked())
+
+
+@pytest.mark.parametrize(
+    ("field", "without_effect", "calls"),
+    [
+        ({"tool_choice": "auto"}, (), True),
+        ({"tool_choice": "none"}, (), False),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ("tool_choice", "parallel_tool_calls"), True),
+        ({"response_format": {"type": "json_object"}}, ("response_format",), True),
+        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice has to be auto", True),
+        ({"functions": [{"name": "look"}]}, "The field functions has no effect", True),
+    ],
+)
+def test_what_a_client_asks_of_the_form_of_an_answer(
+    field: dict[str, Any], without_effect: tuple[str, ...] | str, calls: bool
+) -> None:
+    """Forms are counted where agents can do without, and refused where they cannot."""
+    import openai
+
+    async def asked() -> None:
+        gateway, episode = Gateway(), Scripted()
+        address = await gateway.open(episode)
+        client = openai.AsyncOpenAI(base_url=f"{address.url}/v1", api_key=address.key, max_retries=0)
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "Look."}], "tools": [TOOL], **field}
+        try:
+            if isinstance(without_effect, str):
+                with pytest.raises(openai.BadRequestError, match=without_effect):
+                    await client.chat.completions.create(model="policy", **body)
+                return
+            await client.chat.completions.create(model="policy", **body)
+            (question,) = episode.questions
+            assert (question.unenforced, question.calls) == (without_effect, calls)
+        finally:
+            gateway.close()
+
+    asyncio.run(asked())
+
+
+def test_forms_are_read_in_the_words_of_each_protocol() -> None:
+    """Fields as codex, Claude Code and inspect-ai send them, for turns and for titles."""
+    user, schema = [{"role": "user", "content": "Look."}], {"type": "json_schema", "schema": {"type": "object"}}
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+    responses, messages = Responses(), AnthropicMessages()
+    turn = responses.question({"input": "Look.", "tools": [tool], "tool_choice": "required"})
+    assert (turn.unenforced, turn.is_title) == (("tool_choice",), False)
+    assert responses.question({"input": "Hello.", "reasoning": {"effort": "low"}}).is_title
+    assert not responses.question({"input": "Hello.", "reasoning": {"effort": "high"}}).is_title
+    compaction = [*user, {"role": "assistant", "content": "I see."}, {"role": "user", "content": "Sum up."}]
+    assert not responses.question({"input": compaction, "reasoning": {"effort": "low"}, "tools": []}).is_title
+    assert responses.question({"input": "Look.", "text": {"format": schema}}).unenforced == ("response_format",)
+    assert messages.question({"messages": user, "output_config": {"format": schema}}).is_title
+    looking = {"messages": user, "tools": [{"name": "look", "input_schema": {"type": "object"}}]}
+    assert messages.question(looking | {"tool_choice": {"type": "any"}}).unenforced == ("tool_choice",)
+    assert not messages.question(looking | {"tool_choice": {"type": "none"}}).calls
+    with pytest.raises(RefusedError, match="no call of one certain tool"):
+        messages.question(looking | {"tool_choice": {"type": "tool", "name": "look"}})
 
 
 def test_clients_ask_again_for_what_is_refused_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -444,7 +444,7 @@ def test_a_program_asks_the_model(host: Any, tiny_llama: Path, how: str, begins:
 @pytest.mark.long
 def test_agents_of_a_program_share_a_beginning_and_each_sampled_token_is_trained_once(host, tiny_llama) -> None:
     """The program asks once more for the same, has two agents continue one answer at once, edits that answer, and asks
-    for a title and a probe: three branches of four turns."""
+    for two titles and a probe: three branches of four turns."""
     policy = WholeTensorPolicy(tiny_llama)
     made = play(tiny_llama, "program", {"turns": 4}, command=[sys.executable, str(PROGRAM), "harness"])
     for result in played(host, tiny_llama, replace(made, max_length=512)):
@@ -453,13 +453,15 @@ def test_agents_of_a_program_share_a_beginning_and_each_sampled_token_is_trained
             episode, columns = result.episodes[sample], result.columns
             assert (episode.failure, episode.turns) == (None, 4)
             counts = {name.removeprefix("gateway/"): number for name, number in episode.counts.items()}
-            assert (counts["requests"], counts["retries"], counts["auxiliary"]) == (6, 1, 2)
+            assert (counts["requests"], counts["retries"], counts["auxiliary"]) == (7, 1, 3)
+            assert (counts["unenforced_tool_choice"], counts["unenforced_response_format"]) == (1, 1)
             assert (counts["branches"], counts["rewritten_answers"]) == (2, 1)
             mask = columns.loss_mask_T[columns.slice(sample)]
-            assert mask.sum() == sum(turn.tokens for turn in result.transcripts[sample] if turn.role == "assistant")
-            asked = sorted(
-                (turn.request for turn in result.transcripts[sample] if turn.request), key=lambda r: r.number
-            )
+            answers = [turn for turn in result.transcripts[sample] if turn.role == "assistant"]
+            assert mask.sum() == sum(turn.tokens for turn in answers if not turn.auxiliary)
+            assert [turn.auxiliary for turn in answers] == ["", "", "", "", "title", "model small", "probe"]
+            assert counts["dropped_tokens"] == sum(turn.tokens for turn in answers[4:])
+            asked = sorted((turn.request for turn in answers[:4]), key=lambda request: request.number)
             assert [request.parent for request in asked] == [None, 1, 1, None]
             assert all(0 <= request.began_s <= request.ended_s for request in asked)
             assert asked[0].ended_s <= min(request.began_s for request in asked[1:])

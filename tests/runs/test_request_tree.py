@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,12 @@ def sample() -> dict[str, Any]:
     turns = json.loads(json.dumps([turn.record() for turn in TURNS]))
     messages = [{"role": turn.role, "content": turn.text} for turn in TURNS]
     turns[-1]["reward"] = 1.0
+    title = [Turn("user", "A title?", 8, None), asked(6, None, 0.1, 0.2)]
+    turns += json.loads(json.dumps([replace(turn, auxiliary="title").record() for turn in title]))
     return {
         "step": 3, "position": 7, "sample": 0, "seed": 1, "prompt": "Look.", "completion": "answer 5", "reward": 1.0,
         "terms": {"environment": 1.0}, "tokens": 150, "stop_reason": "done", "turns": turns, "messages": messages,
+        "counts": {"asked": 2.0, "gateway/matched_tokens": 1080.0, "gateway/dropped_tokens": 60.0},
     }  # fmt: skip
 
 
@@ -60,6 +64,8 @@ def test_requests_are_a_tree_with_times_tokens_reward_and_calls(sample: dict[str
         "  3 · at 3.5 s after 2.5 s of tools, 1.5 s · read 100 and wrote 30 tokens · bash(not JSON)",
         "  4 · at 5.2 s after 0.2 s of tools, 0.8 s · read 100 and wrote 40 tokens",
         "5 · at 6.0 s, 1.0 s · read 100 and wrote 50 tokens · reward 1",
+        "6 · at 0.1 s, 0.1 s · read 100 and wrote 60 tokens · not trained: title",
+        "1,080 tokens matched, 60 tokens not trained",
     ]
     assert f"  requests\n    {tree[0]}\n" in sample_text(sample)
     assert _sample(sample)["messages"][0] == ("said", "requests", "\n".join(tree))
@@ -81,14 +87,17 @@ def test_an_exported_episode_is_a_trajectory_of_harbor(sample: dict[str, Any]) -
     assert called["observation"] == {"results": [{"source_call_id": "call00000", "content": "a.txt"}]}
     assert called["metrics"] == {"prompt_tokens": 100, "completion_tokens": 10}
     assert made["final_metrics"]["extra"]["reward"] == 1.0
-    branch, other = made["subagent_trajectories"]
+    assert made["final_metrics"]["extra"]["gateway/dropped_tokens"] == 60
+    branch, other, title = made["subagent_trajectories"]
+    assert [step["message"] for step in title["steps"]] == ["A title?", "answer 6"]
+    assert title["extra"] == {"continues_request": None, "not_trained": "title"}
     assert [step["message"] for step in branch["steps"]] == ["Other agent.", "answer 3", "answer 4"]
     assert branch["steps"][1]["tool_calls"][0]["arguments"] == {"value": "not JSON"}
     assert (branch["extra"], other["extra"]) == ({"continues_request": 1}, {"continues_request": None})
     # What the schema does not say, and the package checks: numbers in order, and distinct names.
-    for one in (made, branch, other):
+    for one in (made, branch, other, title):
         assert [step["step_id"] for step in one["steps"]] == list(range(1, len(one["steps"]) + 1))
-    assert branch["trajectory_id"] != other["trajectory_id"]
+    assert len({branch["trajectory_id"], other["trajectory_id"], title["trajectory_id"]}) == 3
 
 
 def test_samples_are_written_as_trajectories(

@@ -89,7 +89,9 @@ def main(how: str) -> None:
             {"role": "assistant", "content": "I say another thing."},
             {"role": "user", "content": "So?"},
         ]
-        chat(edited)
+        chat(edited, tools=[TOOL], tool_choice="required")
+        schema = {"type": "json_schema", "json_schema": {"name": "title", "schema": {"type": "object"}}}
+        chat([{"role": "user", "content": "Name it."}], response_format=schema)
         ask("/v1/chat/completions", model="small", messages=[{"role": "user", "content": "A title?"}])
         ask("/v1/chat/completions", model=os.environ["OPENAI_MODEL"], messages=question, max_tokens=1)
     else:

@@ -505,3 +505,13 @@ def test_terms_are_averaged_where_they_apply_and_rewards_by_source() -> None:
         "reward_by_source": {"a": 0.5, "b": 4.0},
     }
     assert "reward_by_source" not in reward_parts(RolloutBatch((of("", [1.0], [{"x": 1.0}]),)))
+
+
+def test_fields_of_programs_without_effect_are_told_once() -> None:
+    health, name = Health(RlConfig().checks), "gateway/unenforced_tool_choice"
+    metrics = {"loss": 0.0, "skipped_steps": 0, "optimizer_steps": 1, "environment": {name: 0.5, "calls": 1.0}}
+    (told,) = health.check(1, metrics)
+    assert told.startswith("step 1: programs ask for tool_choice without effect")
+    assert health.check(2, metrics) == []
+    (told,) = health.check(3, metrics | {"environment": {name: 0.5, "gateway/unenforced_response_format": 0.1}})
+    assert "programs ask for response_format without effect" in told

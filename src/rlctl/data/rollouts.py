@@ -113,10 +113,12 @@ class Turn:
     """The reward of a turn of the model; None for other messages."""
     request: ModelRequest | None = None
     """The program's request that a turn of the model answers."""
+    auxiliary: str = ""
+    """Why a request is not trained, such as `title`, for its messages and its answer; empty for all other turns."""
 
     def record(self) -> dict[str, Any]:
         """Return the turn as JSON."""
-        return {name: value for name, value in asdict(self).items() if name != "request" or value is not None}
+        return {name: v for name, v in asdict(self).items() if v or name not in ("request", "auxiliary")}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Turn:

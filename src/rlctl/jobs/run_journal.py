@@ -113,8 +113,9 @@ class RunJournal:
     def _sample(self, step: int, group: RolloutGroup, rollout: Rollout, *, trained: bool = True) -> Sample:
         turns: list[Turn] = fetch(group.transcripts)[rollout.sample] if group.transcripts else []
         sample_line = {
-            "messages": [{"role": turn.role, "content": turn.text} for turn in turns],
+            "messages": [{"role": turn.role, "content": turn.text} for turn in turns if not turn.auxiliary],
             "turns": [turn.record() for turn in turns],
+            **({"counts": dict(rollout.episode.counts)} if rollout.episode else {}),
         }
         return {
             "step": step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -147,7 +147,8 @@ class RewardWorker:
     def _rows(self, request: ScoreRequest, rollouts: int) -> list[PromptRow]:
         if request.turns is None:
             return [request.row] * rollouts
-        episodes = [[asdict(turn) for turn in turns] for turns in self._fetch(request.turns)]
+        fetched = self._fetch(request.turns)
+        episodes = [[turn.record() for turn in turns if not turn.auxiliary] for turns in fetched]
         return [replace(request.row, fields={**request.row.fields, TURNS: turns}) for turns in episodes]
 
     def _group_scores(

@@ -22,6 +22,7 @@ from rlctl.data.rollouts import LENGTH, EpisodeFailure, MediaPart, Turn
 from rlctl.data.turns import TurnEncoder, with_tools
 from rlctl.data.written_messages import arguments_of
 from rlctl.environments.environment_plan import EnvironmentPlan, plan_environment
+from rlctl.environments.gateway.exchange import without_effect
 from rlctl.environments.interface import Ask, Message, is_cut
 from rlctl.environments.process import EnvironmentHost, EpisodeFailedError, Session
 from rlctl.environments.running_episode import Reply, RunningEpisode, checked_ask, readable_calls
@@ -89,8 +90,9 @@ class EnvironmentEpisodes:
         session = host.begin()
         schemas_of_tools, note = await session.ask(RunningEpisode.schemas, timeout_s=limits.turn_timeout_s)
         reply = await session.ask(RunningEpisode.reset, row, episode_seed(seed, 0), timeout_s=limits.turn_timeout_s)
+        asked_for: tuple[str, ...] = ()
         if reply.runs:
-            reply = await _first_question(session, limits, encoder, row)
+            reply, asked_for = await _first_question(session, limits, encoder, row)
         schemas = dict(schemas_of_tools)
         if reply.ask is not None:
             schemas |= {tool["function"]["name"]: dict(tool) for tool in reply.ask.tools}
@@ -105,7 +107,7 @@ class EnvironmentEpisodes:
         if form == "auto":
             form = form_of(first_messages) if schemas and knows else "hermes"
         plan = replace(host.plan, schemas=schemas_of_tools, form=form, tool_role=turns.tool_role)
-        notes = list(filter(None, [note, turns.note]))
+        notes = list(filter(None, [note, turns.note, without_effect(asked_for) if asked_for else ""]))
         example = ""
         if schemas:
             example = written_call(first_messages, next(iter(schemas.values())), knows=knows)
@@ -435,8 +437,10 @@ class _Story:
     turns: list[tuple[list[int], list[int]]] = field(default_factory=list)
 
 
-async def _first_question(session: Session, limits: EnvironmentConfig, encoder: PromptEncoder, row: PromptRow) -> Reply:
-    """Run a program until its first request; return the request."""
+async def _first_question(
+    session: Session, limits: EnvironmentConfig, encoder: PromptEncoder, row: PromptRow
+) -> tuple[Reply, tuple[str, ...]]:
+    """Run a program until its first request; return the request, and its fields without effect."""
     from rlctl.environments.gateway.server import Gateway  # aiohttp is with the engines
 
     gateway, first = Gateway(), FirstQuestion()
@@ -452,7 +456,7 @@ async def _first_question(session: Session, limits: EnvironmentConfig, encoder: 
         run.cancel()
         gateway.close()
     tokens = question.tokens if question.text is None else encoder.encode_text(question.text, row.where)
-    return Reply(ask=checked_ask(Ask(question.messages, tokens=tokens, tools=question.tools)))
+    return Reply(ask=checked_ask(Ask(question.messages, tokens=tokens, tools=question.tools))), question.unenforced
 
 
 def showing(encoder: PromptEncoder, schemas: Sequence[Mapping[str, Any]]) -> tuple[PromptEncoder, bool]:

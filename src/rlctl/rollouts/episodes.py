@@ -106,7 +106,7 @@ class Episode:
         self.rewards += [0.0] * (len(self.answers) - len(self.rewards))
         self.rewards[-1] += reward
         for place in reversed(range(len(self.transcript))):
-            if self.transcript[place].role == "assistant":
+            if self.transcript[place].role == "assistant" and not self.transcript[place].auxiliary:
                 self.transcript[place] = replace(self.transcript[place], reward=self.rewards[-1])
                 break
 

@@ -21,7 +21,15 @@ from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import LENGTH, MediaPart, ModelRequest, Turn
 from rlctl.data.turns import TurnEncoder
 from rlctl.environments.environment_plan import EnvironmentPlan
-from rlctl.environments.gateway.exchange import Answer, Question, RefusedError, ToolCall, episode_over, too_long
+from rlctl.environments.gateway.exchange import (
+    UNENFORCED,
+    Answer,
+    Question,
+    RefusedError,
+    ToolCall,
+    episode_over,
+    too_long,
+)
 from rlctl.environments.gateway.matching import Answers, conversation_digests
 from rlctl.environments.interface import MODEL, Ask, Message
 from rlctl.environments.running_episode import Reply, checked_ask, readable_calls
@@ -108,14 +116,16 @@ class ModelTurns:
         self._turns: list[SampledTurn] = []
         self._known = Answers[SampledTurn]()
         self._requests: dict[bytes, asyncio.Task[Sequence[Answer]]] = {}
-        self._begun = self._counted = self._calls = 0
-        """Sampled turns, those that count as turns of the episode, and tool calls, including turns in progress."""
+        self._questions: list[Question] = []
+        """What was asked, without retries, including turns in progress."""
+        self._calls = 0
+        """Tool calls of the answers."""
         self._examples: int | None = None
         """Answers in the first request, which nobody has sampled; None: there was no request."""
         self._began = self._idle_since = time.monotonic()
         self.refusal: str | None = None
         """The limit that refused the last request."""
-        self._counts = dict.fromkeys(("requests", "retries", "matched_tokens", "rewritten_answers"), 0)
+        self._counts = dict.fromkeys(("requests", "retries", "matched_tokens", "rewritten_answers", "token_counts"), 0)
 
     # A ModelEpisode
 
@@ -126,8 +136,12 @@ class ModelTurns:
             self._counts["retries"] += 1
             return task
         prompt, continued = self._prompt(question, digests)
+        if continued is None and not question.calls:  # else the tools stand in the tokens that it continues
+            digests = conversation_digests(question.messages, ())
+            prompt, continued = self._prompt(replace(question, tools=()), digests)
         self._require_room(question, prompt)
         self._counts["requests"] += 1
+        self._episode.count({f"{UNENFORCED}{name}": 1.0 for name in question.unenforced})
         if continued is not None:
             self._counts["matched_tokens"] += sum(len(turn.result.tokens_R) for turn in continued.ancestry())
         kept_answers = sum(turn.prompt.parent is not None for turn in continued.ancestry()) + 1 if continued else 0
@@ -135,15 +149,15 @@ class ModelTurns:
         if self._examples is None:
             self._examples = said
         self._counts["rewritten_answers"] += max(0, said - self._examples - kept_answers)
-        first, self._begun = self._begun, self._begun + question.samples
-        if not self._auxiliary(question):
-            self._counted += question.samples
+        first = sum(question.samples for question in self._questions)
+        self._questions.append(question)
         task = asyncio.ensure_future(self._answered(question, prompt, digests[-1], first))
         task.add_done_callback(self._became_idle)
         self._requests[key] = task
         return task
 
     def tokens_of(self, question: Question) -> int:
+        self._counts["token_counts"] += 1
         digests = conversation_digests(question.messages, question.tools)
         return len(self._prompt(question, digests)[0].context()[0])
 
@@ -163,19 +177,25 @@ class ModelTurns:
         self.write()
 
     def write(self) -> None:
-        """Write the turns to the episode: a context per branch, its beginning without a loss."""
+        """Write the turns to the episode: a context per branch, its beginning without a loss. Auxiliary turns are part
+        of its transcript alone."""
         trained = [turn for turn in self._turns if not self._auxiliary(turn.question)] or self._turns
         contexts = branches_of(trained)
         for number, context in enumerate(contexts):
             for place, turn in enumerate(context):
                 self._write(turn, begins=place == 0, anew=number > 0 and place == 0)
-        dropped = set(map(id, self._turns)).difference(map(id, trained))
+        known = set(map(id, trained))
+        dropped = [turn for turn in self._turns if id(turn) not in known]
+        for turn in dropped:
+            said = (*turn.prompt.read, self._said(turn))
+            reason = self._auxiliary(turn.question)
+            self._episode.transcript += [replace(message, auxiliary=reason) for message in said]
         self._episode.count({
             **{f"gateway/{name}": float(number) for name, number in self._counts.items()},
             "gateway/branches": float(max(0, len(contexts) - 1)),
             "gateway/branched_tokens": float(sum(len(c[0].prompt.context()[0]) for c in contexts[1:])),
             "gateway/auxiliary": float(len(dropped)),
-            "gateway/dropped_tokens": float(sum(len(t.result.tokens_R) for t in self._turns if id(t) in dropped)),
+            "gateway/dropped_tokens": float(sum(len(turn.result.tokens_R) for turn in dropped)),
         })  # fmt: skip
 
     def _write(self, turn: SampledTurn, *, begins: bool, anew: bool) -> None:
@@ -184,7 +204,7 @@ class ModelTurns:
         episode.transcript += prompt.read
         episode.read(tokens, media, anew=anew)
         answer = turn.result.tokens_R.tolist()
-        episode.transcript.append(Turn("assistant", turn.result.text, len(answer), 0.0, self._request(turn)))
+        episode.transcript.append(self._said(turn))
         if turn.judged.faults:
             episode.faults[len(episode.answers)] = sum(BITS[name] for name in turn.judged.faults)
             episode.count(dict.fromkeys(turn.judged.faults, 1.0))
@@ -192,9 +212,9 @@ class ModelTurns:
         episode.answers.append((len(episode.tokens), turn.result))
         episode.tokens += answer
 
-    def _request(self, turn: SampledTurn) -> ModelRequest:
+    def _said(self, turn: SampledTurn) -> Turn:
         numbers = {id(known): number for number, known in enumerate(self._turns, start=1)}
-        return ModelRequest(
+        request = ModelRequest(
             numbers[id(turn)],
             numbers[id(turn.prompt.parent)] if turn.prompt.parent else None,
             round(turn.began_s, 3),
@@ -202,6 +222,7 @@ class ModelTurns:
             len(turn.prompt.context()[0]),
             [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in turn.calls],
         )
+        return Turn("assistant", turn.result.text, len(turn.result.tokens_R), 0.0, request)
 
     # Prompts
 
@@ -259,15 +280,22 @@ class ModelTurns:
 
     # Limits
 
-    def _auxiliary(self, question: Question) -> bool:
-        """Return whether a request is a probe, or is for another model while others are for this one."""
-        names_the_policy = any(turn.question.model == MODEL for turn in self._turns)
-        return question.probes or (names_the_policy and question.model != MODEL)
+    def _auxiliary(self, question: Question) -> str:
+        """Return why a request is no part of the task; empty: it is. It is a probe, a title where others have tools, or
+        for another model where others are for this one."""
+        if question.probes:
+            return "probe"
+        if self._play.limits.train_auxiliary:
+            return ""
+        if question.model != MODEL and any(asked.model == MODEL for asked in self._questions):
+            return f"model {question.model}"
+        return "title" if question.is_title and any(asked.tools for asked in self._questions) else ""
 
     def _require_room(self, question: Question, prompt: Prompt) -> None:
         limits, episode = self._play.limits, self._episode
         self.refusal = None
-        begun = self._begun - self._counted if self._auxiliary(question) else self._counted
+        aside = bool(self._auxiliary(question))
+        begun = sum(asked.samples for asked in self._questions if bool(self._auxiliary(asked)) == aside)
         if episode.stop_reason is not None:
             self.refusal = episode.stop_reason
         elif begun + question.samples > limits.turns:
@@ -323,7 +351,8 @@ class ModelTurns:
 
     def _judged(self, question: Question, prompt: Prompt, result: SampleResult) -> tuple[Answer, JudgedTurn]:
         context, cut, form = prompt.context()[0], result.stop_reason == LENGTH, self._play.plan.form
-        readable = readable_calls(result.text, form, question.tools, cut=cut) if question.tools else []
+        asks = question.tools and question.calls
+        readable = readable_calls(result.text, form, question.tools, cut=cut) if asks else []
         calls = []
         for call in readable:
             calls.append(ToolCall(f"call{self._calls:05}", call.name, json.dumps(call.arguments)))

@@ -1,6 +1,7 @@
 """The requests of a sampled episode as a tree, for people, and as a trajectory in Harbor's format (ATIF 1.8).
 
-A path is a conversation that goes on without a break: the first of an episode, and one for each branch.
+A path is a conversation that goes on without a break: the first of an episode, and one for each branch. Auxiliary
+requests, which are not trained, come last.
 """
 
 from __future__ import annotations
@@ -16,13 +17,23 @@ SCHEMA = "ATIF-v1.8"
 SHOWN_CALLS = 60
 """Characters of a call's arguments in a tree."""
 SOURCES = {"assistant": "agent", "user": "user", "tool": "user"}
+GATEWAY = "gateway/"
+COUNTED = {
+    "gateway/matched_tokens": "tokens matched",
+    "gateway/branched_tokens": "tokens read again in branches",
+    "gateway/dropped_tokens": "tokens not trained",
+    "gateway/retries": "retries",
+    "gateway/token_counts": "counts of tokens",
+}
+"""Counts of an episode (`rollouts/gateway_episodes.py`) below its tree."""
 Record = Mapping[str, Any]
 """A record of a `Turn` (`data/rollouts.py`)."""
 
 
 def request_tree(sample: Record) -> list[str]:
     """Return a line per request of a sample, with branches indented: when it began, how long its tools and the model
-    took, its tokens, reward and calls. Empty: no program made requests."""
+    took, its tokens, reward and calls, or why it is not trained; and a line with the counts of their tokens. Empty: no
+    program made requests."""
     answers = [turn for turn in sample.get("turns") or () if turn.get("request")]
     children: dict[int | None, list[Record]] = {}
     for turn in sorted(answers, key=lambda turn: turn["request"]["number"]):
@@ -36,7 +47,14 @@ def request_tree(sample: Record) -> list[str]:
         lines.append("  " * depth + _line(turn, known.get(request["parent"])))
         following = children.get(request["number"], [])
         waiting += [(depth + (len(following) > 1), child) for child in reversed(following)]
-    return lines
+    return [*lines, *_counted(sample)] if lines else []
+
+
+def _counted(sample: Record) -> list[str]:
+    """Return a line with what became of the sampled tokens."""
+    counts = sample.get("counts") or {}
+    texts = [f"{counts[name]:,.0f} {words}" for name, words in COUNTED.items() if counts.get(name) is not None]
+    return [", ".join(texts)] if texts else []
 
 
 def _line(turn: Record, parent: Record | None) -> str:
@@ -45,6 +63,7 @@ def _line(turn: Record, parent: Record | None) -> str:
     parts = [
         f"{request['number']} · at {request['began_s']:.1f} s{waited}, {request['ended_s'] - request['began_s']:.1f} s",
         f"read {request['prompt_tokens']:,} and wrote {turn['tokens']:,} tokens",
+        *([f"not trained: {turn['auxiliary']}"] if turn.get("auxiliary") else []),
         *([f"reward {turn['reward']:g}"] if turn.get("reward") else []),
         *(f"{call['name']}({_cut(call['arguments'])})" for call in request["calls"]),
     ]
@@ -56,22 +75,29 @@ def _cut(text: str) -> str:
 
 
 def trajectory(sample: Record, run: str) -> dict[str, Any]:
-    """Return a sample as a trajectory of the format of harbor 0.26.0 (harbor/models/trajectories). Further branches are
-    its embedded trajectories, whose `extra` names the request that they continue."""
+    """Return a sample as a trajectory of the format of harbor 0.26.0 (harbor/models/trajectories). Further branches and
+    auxiliary requests are its embedded trajectories, whose `extra` names the request that they continue, and why they
+    are not trained."""
     first, *others = paths(sample.get("turns") or _without_turns(sample))
     name = f"{run}, step {sample['step']}, prompt {sample.get('position')}, sample {sample.get('sample')}"
     kept = ("step", "position", "sample", "seed", "reward", "terms", "stop_reason", "error", "answer")
     whole = _trajectory(first, name)
+    counts = {key: value for key, value in (sample.get("counts") or {}).items() if key.startswith(GATEWAY)}
     whole["final_metrics"] |= {
         "total_completion_tokens": sample.get("tokens"),
-        "extra": {key: sample[key] for key in kept if sample.get(key) is not None},
+        "extra": {key: sample[key] for key in kept if sample.get(key) is not None} | counts,
     }
     branches = [
-        _trajectory(path, name) | {"trajectory_id": f"branch {number}", "extra": {"continues_request": parent}}
+        _trajectory(path, name) | {"trajectory_id": f"branch {number}", "extra": _of_branch(path)}
         for number, path in enumerate(others, start=1)
-        for parent in [next(turn["request"]["parent"] for turn in path if turn.get("request"))]
     ]
     return whole | ({"subagent_trajectories": branches} if branches else {})
+
+
+def _of_branch(path: Sequence[Record]) -> dict[str, Any]:
+    answer = next(turn for turn in path if turn.get("request"))
+    reason = {"not_trained": answer["auxiliary"]} if answer.get("auxiliary") else {}
+    return {"continues_request": answer["request"]["parent"]} | reason
 
 
 def paths(turns: Sequence[Record]) -> list[list[Record]]:
@@ -83,7 +109,7 @@ def paths(turns: Sequence[Record]) -> list[list[Record]]:
         if turn["role"] != "assistant":
             continue
         request = turn.get("request")
-        if request and last is not None and request["parent"] != last:
+        if request and last is not None and (request["parent"] != last or turn.get("auxiliary")):
             found.append([])
         last = request["number"] if request else None
         found[-1] += between

@@ -130,6 +130,8 @@ class EnvironmentConfig(Section):
     """Largest number of processes of an episode's programs."""
     disk_gib: PositiveNumber = 10.0
     """Disk limit of an episode's programs, in GiB: temporary files without a sandbox, else all that they write."""
+    train_auxiliary: bool = False
+    """Also train on programs' requests for other model names, such as those of sub-agents, and on titles."""
     listen: Annotated[str, FREE] = "127.0.0.1"
     """Address of this machine at which programs ask the model, on a free port; 0.0.0.0: all addresses, and programs get
     the address of the machine's name. Each request needs the key of its episode."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlctl.data.rollouts import TIMEOUT
+from rlctl.environments.gateway.exchange import UNENFORCED, without_effect
 from rlctl.errors import DivergenceError
 from rlctl.settings.run import ChecksConfig
 from rlctl.telemetry.headline import NO_SIGNAL
@@ -23,6 +24,7 @@ class Health:
         self._signal_steps = checks.signal_steps
         self._skipped = self._without_signal = 0
         self._warned_of_rounding = False
+        self._told_unenforced = set[str]()
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
         """Return the sentences to tell the user after `step` (counted from 1).
@@ -89,6 +91,12 @@ class Health:
             remarks.append(
                 f"the environments of some rollouts failed, and their rewards are 0 (reward.on_error). {error}"
             )
+        asked = {
+            name.removeprefix(UNENFORCED) for name in metrics.get("environment", {}) if name.startswith(UNENFORCED)
+        }
+        if new := asked - self._told_unenforced:
+            self._told_unenforced |= new
+            remarks.append(without_effect(sorted(new)))
         if skipped := metrics.get("critic", {}).get("skipped_steps"):
             remarks.append(f"{skipped} optimizer step(s) of the critic skipped, the gradient was not finite")
         return remarks

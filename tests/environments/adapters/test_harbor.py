@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,9 @@ from rlctl.environments.sandboxes import Podman
 from rlctl.errors import InputError, MachineError
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import EnvironmentConfig
+from rlctl.telemetry.metrics import read_metrics
 
+Here = Callable[[list[str]], subprocess.CompletedProcess[str]]
 STAND_IN = Path(__file__).parents[2] / "support" / "docker_stand_in.py"
 HARBOR = """
 schema_version = "1.4"
@@ -245,3 +247,30 @@ def test_rewards_are_numbers() -> None:
     ):
         with pytest.raises(RuntimeError, match="the tests wrote"):
             rewards_in(text, suffix)
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_the_rewards_of_tasks_in_containers(
+    here: Here, runtime: str, tasks: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """The tests give hundredths of the machine's clock as the reward, and the run trains on these numbers."""
+    clock = '#!/bin/sh\nread up rest < /proc/uptime\necho "0.${up#*.}" > /logs/verifier/reward.txt\n'
+    (tasks / "sum" / "tests" / "test.sh").write_text(clock)
+    words = [
+        "rlctl", "train", "grpo", "--model", str(tiny_llama), "--data", str(tasks / "sum"), "--env", "harbor",
+        "--gpu", "cpu", "--steps", "2", "--prompts", "1", "--generations", "4", "--max-new-tokens", "6",
+        "--run-dir", str(tmp_path / "run"), "--set", "training.dp=1", "--set", "run.log_rollouts=8",
+        "--set", f"environment.sandbox={runtime}", "--set", "environment.turns=2",
+    ]  # fmt: skip
+    done = here(words)
+    assert done.returncode == 0, done.stderr
+    for step, line in enumerate(read_metrics(tmp_path / "run" / "metrics.jsonl"), start=1):
+        logged = (tmp_path / "run" / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
+        rewards = [json.loads(sample)["reward"] for sample in logged]
+        assert len(rewards) == 4
+        assert all(0 <= reward < 1 for reward in rewards)
+        assert line["reward_mean"] == pytest.approx(sum(rewards) / 4)
+        assert (line["optimizer_steps"], line["skipped_steps"]) == (1, 0)
+        assert line["grad_norm"] > 0
+        assert line["environment"]["gateway/requests"] >= 1
+    assert not containers(runtime, tmp_path)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlctl.environments.gateway.exchange import (
+    RESPONSE_FORMAT,
     Answer,
     Event,
     Exchange,
@@ -14,11 +15,18 @@ from rlctl.environments.gateway.exchange import (
     finish_of,
     limit,
     openai_error,
+    refuse_unread,
     texts,
+    wishes,
 )
 from rlctl.environments.interface import MODEL, Message
 
 ROLES = ("system", "user", "assistant", "tool")
+UNREAD = (
+    "functions", "function_call", "logit_bias", "top_logprobs", "audio", "prediction", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "continue_final_message", "prompt_logprobs",
+)  # fmt: skip
+"""Fields of OpenAI and vLLM that would change the answer, and that programs rely on."""
 MOST_SAMPLES = 128
 """Largest `n`, as at OpenAI."""
 
@@ -27,10 +35,13 @@ class ChatCompletions:
     path = "/v1/chat/completions"
 
     def question(self, body: Mapping[str, Any]) -> Question:
+        refuse_unread(body, *UNREAD)
+        form, effort = body.get(RESPONSE_FORMAT), body.get("reasoning_effort")
         return Question(
             messages=[chat_message(message) for message in body["messages"]],
             tools=[tool for tool in body.get("tools") or () if tool["function"]["name"]],
             **sampling(body),
+            **wishes(body.get("tool_choice"), form, effort, parallel=body.get("parallel_tool_calls")),
         )
 
     def whole(self, exchange: Exchange) -> dict[str, Any]:

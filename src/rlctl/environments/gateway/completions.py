@@ -13,6 +13,7 @@ from rlctl.environments.gateway.exchange import (
     Question,
     RefusedError,
     openai_error,
+    refuse_unread,
 )
 from rlctl.environments.interface import MODEL
 
@@ -21,6 +22,7 @@ class Completions:
     path = "/v1/completions"
 
     def question(self, body: Mapping[str, Any]) -> Question:
+        refuse_unread(body, "echo", "suffix", "logit_bias", "structured_outputs", "prompt_logprobs")
         prompt = body["prompt"]
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             (prompt,) = prompt

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from rlctl.environments.interface import MODEL, Message
+from rlctl.errors import listed
 
 Event = tuple[str, Mapping[str, Any]]
 """Name and data of an event of a stream."""
+RESPONSE_FORMAT = "response_format"
+UNENFORCED = "gateway/unenforced_"
+"""Begin of the counts of requests with a field that has no effect, such as `gateway/unenforced_tool_choice`."""
+LOW_EFFORT = ("none", "minimal", "low")
 TOO_LONG = "context_length_exceeded"
 """Error code of a context that is too long, and of questions after the end of the episode. No client retries on it."""
 
@@ -35,11 +40,24 @@ class Question:
     """Answers to the same prompt."""
     seed: int | None = None
     """Tells apart requests that are otherwise equal. Equal requests are retries."""
+    calls: bool = True
+    """Whether the answer may call tools (`tool_choice`)."""
+    unenforced: tuple[str, ...] = ()
+    """Fields of the request that ask for a form of the answer, which the model is free not to take."""
+    low_effort: bool = False
+    """Whether the client asks for little thought."""
 
     @property
     def probes(self) -> bool:
         """Whether a client only tests the connection."""
         return self.max_tokens == 1
+
+    @property
+    def is_title(self) -> bool:
+        """Whether it has the form in which agents ask for titles and other work aside from their task: a first request
+        without tools, and with low effort or a schema."""
+        begins = not any(message["role"] == "assistant" for message in self.messages)
+        return begins and not self.tools and (self.low_effort or RESPONSE_FORMAT in self.unenforced)
 
 
 @dataclass(frozen=True)
@@ -99,6 +117,14 @@ def episode_over() -> RefusedError:
         "The episode is over: a limit of the run ended it. prompt is too long: This model's maximum context length is "
         "reached.",
         TOO_LONG,
+    )
+
+
+def without_effect(fields: Sequence[str]) -> str:
+    """Return the sentence for users on fields of `Question.unenforced`."""
+    return (
+        f"programs ask for {listed(fields)} without effect: answers are samples of the policy, so that the loss "
+        "matches their distribution, and the model has to learn their form"
     )
 
 
@@ -164,6 +190,35 @@ def limit(value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise RefusedError(f"The maximum number of tokens is {value!r:.40}, and has to be a positive number.")
     return value
+
+
+def wishes(choice: Any, form: Any, effort: Any, *, parallel: Any = None) -> dict[str, Any]:
+    """Return the fields of a Question from OpenAI's `tool_choice`, response format, effort and `parallel_tool_calls`.
+    Answers are samples of the policy, so that the loss matches their distribution: no form can be forced. Raises
+    RefusedError for one certain tool, on which a program relies more than on a call of any."""
+    choice = "auto" if choice is None else choice
+    if choice not in ("auto", "none", "required"):
+        raise RefusedError(
+            "tool_choice has to be auto, required (any) or none: answers are samples of the policy, so that no call of "
+            "one certain tool can be forced. Offer that tool alone in `tools`."
+        )
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    unenforced = {
+        "tool_choice": choice == "required",
+        RESPONSE_FORMAT: kind in ("json_schema", "json_object"),
+        "parallel_tool_calls": parallel is False,
+    }
+    return {
+        "calls": choice != "none",
+        "unenforced": tuple(name for name, asked in unenforced.items() if asked),
+        "low_effort": effort in LOW_EFFORT,
+    }
+
+
+def refuse_unread(body: Mapping[str, Any], *names: str) -> None:
+    """Raise RefusedError for a field that has a value and would be without effect."""
+    if given := [name for name in names if body.get(name)]:
+        raise RefusedError(f"The field {given[0]} has no effect here. Leave it out.", "unsupported_parameter")
 
 
 def openai_error(refusal: RefusedError) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlctl.environments.gateway.chat import ROLES, image_part
-from rlctl.environments.gateway.exchange import Answer, Event, Exchange, Question, RefusedError, limit, texts
+from rlctl.environments.gateway.exchange import Answer, Event, Exchange, Question, RefusedError, limit, texts, wishes
 from rlctl.environments.interface import MODEL, Message
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "api_error"}
@@ -30,12 +30,17 @@ class AnthropicMessages:
             for tool in body.get("tools") or ()
             if "input_schema" in tool  # server tools have none
         ]  # fmt: skip
+        choice, output = body.get("tool_choice") or {}, body.get("output_config") or {}
+        parallel = False if choice.get("disable_parallel_tool_use") else None
+        kind = "required" if choice.get("type") == "any" else choice.get("type")
+        form = output.get("format") or body.get("output_format")
         return Question(
             messages=messages,
             tools=tools,
             model=str(body.get("model") or MODEL),
             max_tokens=limit(body.get("max_tokens")),
             stop=texts(body.get("stop_sequences")),
+            **wishes(kind, form, output.get("effort"), parallel=parallel),
         )
 
     def whole(self, exchange: Exchange) -> dict[str, Any]:

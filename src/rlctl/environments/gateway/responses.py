@@ -6,7 +6,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlctl.environments.gateway.chat import chat_message
-from rlctl.environments.gateway.exchange import Answer, Event, Exchange, Question, RefusedError, limit, openai_error
+from rlctl.environments.gateway.exchange import (
+    Answer,
+    Event,
+    Exchange,
+    Question,
+    RefusedError,
+    limit,
+    openai_error,
+    refuse_unread,
+    wishes,
+)
 from rlctl.environments.interface import MODEL, Message
 
 BETWEEN = "__"
@@ -21,17 +31,20 @@ class Responses:
     def question(self, body: Mapping[str, Any]) -> Question:
         if body.get("previous_response_id") or body.get("conversation"):
             raise RefusedError("previous_response_id and conversation are not kept here: send all items in `input`.")
+        refuse_unread(body, "background", "prompt", "top_logprobs")
         messages: list[Message] = []
         if body.get("instructions"):
             messages.append({"role": "system", "content": str(body["instructions"])})
         given = body["input"]
         for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
             _append(messages, item)
+        form, effort = ((body.get(name) or {}).get(key) for name, key in (("text", "format"), ("reasoning", "effort")))
         return Question(
             messages=messages,
             tools=[tool for tool, _ in _tools(body)],
             model=str(body.get("model") or MODEL),
             max_tokens=limit(body.get("max_output_tokens")),
+            **wishes(body.get("tool_choice"), form, effort, parallel=body.get("parallel_tool_calls")),
         )
 
     def whole(self, exchange: Exchange) -> dict[str, Any]:
