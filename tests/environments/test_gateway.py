@@ -11,11 +11,14 @@ import aiohttp
 import pytest
 
 from rlctl.environments.gateway import server
+from rlctl.environments.gateway.chat import ChatCompletions
 from rlctl.environments.gateway.exchange import Answer, Question, RefusedError, ToolCall, too_long
 from rlctl.environments.gateway.matching import Answers, conversation_digests
 from rlctl.environments.gateway.messages import AnthropicMessages
 from rlctl.environments.gateway.responses import Responses
 from rlctl.environments.gateway.server import Gateway
+from rlctl.environments.interface import Ask
+from rlctl.environments.running_episode import checked_ask
 
 CALL = ToolCall("call00000", "look", '{"at": 2.0, "by": "eye"}')
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -112,6 +115,46 @@ def test_what_a_client_asks_of_the_form_of_an_answer(
             gateway.close()
 
     asyncio.run(asked())
+
+
+def test_usage_of_a_stream_is_told_once_and_where_it_is_asked_for() -> None:
+    """Clients such as LangChain's add up the usage of all chunks."""
+    import openai
+
+    async def asked() -> None:
+        gateway = Gateway()
+        address = await gateway.open(Scripted())
+        client = openai.AsyncOpenAI(base_url=f"{address.url}/v1", api_key=address.key, max_retries=0)
+        user: Any = [{"role": "user", "content": "Look."}]
+        try:
+            for options, used in (({"include_usage": True}, [2]), (openai.omit, [])):
+                stream = await client.chat.completions.create(
+                    model="policy", messages=user, stream=True, stream_options=options
+                )
+                assert [chunk.usage.completion_tokens async for chunk in stream if chunk.usage] == used
+        finally:
+            gateway.close()
+
+    asyncio.run(asked())
+
+
+@pytest.mark.parametrize("arguments", ['{"at": 2', "[1]", '"x"'])
+def test_calls_without_an_object_as_arguments_are_written_for_the_model(arguments: str) -> None:
+    """Clients send them back to have the model mend them; templates write objects."""
+    user = {"role": "user", "content": "Look."}
+    asked = {"messages": [user, _called(arguments), {"role": "tool", "tool_call_id": "call00000", "content": "Error"}]}
+    item = {"type": "function_call", "call_id": "call00000", "name": "look", "arguments": arguments}
+    output = {"type": "function_call_output", "call_id": "call00000", "output": "Error"}
+    for question in (ChatCompletions().question(asked), Responses().question({"input": [user, item, output]})):
+        (_, answer, _) = checked_ask(Ask(question.messages)).messages
+        (call,) = answer["tool_calls"]
+        assert (call["function"]["name"], call["id"]) == ("look", "call00000")
+        assert json.loads(call["function"]["arguments"]) == {"unparsed": arguments}
+
+
+def test_an_empty_stop_text_is_refused() -> None:
+    with pytest.raises(RefusedError, match="A stop text is empty"):
+        ChatCompletions().question({"messages": [{"role": "user", "content": "Look."}], "stop": ["a", ""]})
 
 
 def test_forms_are_read_in_the_words_of_each_protocol() -> None:

@@ -249,6 +249,20 @@ def test_rewards_are_numbers() -> None:
             rewards_in(text, suffix)
 
 
+@pytest.mark.parametrize("name", ["sum", "words"])
+def test_tests_that_take_too_long_are_no_reward(runtime: str, name: str, tasks: Path) -> None:
+    (tasks / "words" / "task.yaml").write_text("instruction: Write.\nmax_test_timeout_sec: 1\n")
+    (tasks / "words" / "run-tests.sh").write_text("sleep 20\n")
+    (tasks / "sum" / "task.toml").write_text(HARBOR.replace("timeout_sec = 30.0", "timeout_sec = 1.0"))
+    (tasks / "sum" / "tests" / "test.sh").write_text("sleep 20\n")
+    config = EnvironmentConfig(name="harbor", sandbox=runtime)
+    with closing(EnvironmentHost(plan_environment(config))) as host:
+        host.start()
+        with pytest.raises(EpisodeFailedError, match="the tests took longer than 1 s") as failure:
+            asyncio.run(played(host, tasks / name, Working()))
+        assert failure.value.reason == "timeout"
+
+
 @pytest.mark.slow
 def test_a_run_trains_on_the_rewards_of_tasks_in_containers(
     here: Here, runtime: str, tasks: Path, tiny_llama: Path, tmp_path: Path

@@ -169,10 +169,10 @@ async def verified(task: AgentTask, box: Container) -> dict[str, Any]:
         await box.copy_in(path, "/tests")
     box.user, box.workdir = task.verifier_user, task.workdir
     outcome = await box.run(["bash", "-c", task.test], variables=task.verifier_variables, limit_s=task.verifier_s)
+    if outcome.code is None:  # a machine that is slow says nothing of the model's work
+        raise SandboxError("timeout", f"the tests took longer than {task.verifier_s:g} s")
     if not task.writes_reward:
         return {"reward": float(outcome.code == 0)}
-    if outcome.code is None:
-        raise SandboxError("timeout", f"the tests took longer than {task.verifier_s:g} s")
     for suffix in ("json", "txt"):
         written = await box.run(["cat", f"{REWARDS}.{suffix}"])
         if written.code == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ UNREAD = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "continue_final_message", "prompt_logprobs",
 )  # fmt: skip
 """Fields of OpenAI and vLLM that would change the answer, and that programs rely on."""
+UNPARSED = "unparsed"
 MOST_SAMPLES = 128
 """Largest `n`, as at OpenAI."""
 
@@ -52,7 +54,7 @@ class ChatCompletions:
         return {**_head(exchange), "object": "chat.completion", "choices": choices, "usage": usage(exchange.answers)}
 
     def events(self, exchange: Exchange) -> Iterator[Event]:
-        head = {**_head(exchange), "object": "chat.completion.chunk", "usage": usage(exchange.answers)}
+        head = {**_head(exchange), "object": "chat.completion.chunk", "usage": None}
         for index, answer in enumerate(exchange.answers):
             message = answer.message()
             calls = [call | {"index": at} for at, call in enumerate(message.get("tool_calls", ()))]
@@ -62,7 +64,7 @@ class ChatCompletions:
             end = {"index": index, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
             yield "", head | {"choices": [end]}
         if (exchange.body.get("stream_options") or {}).get("include_usage"):  # other clients expect a choice
-            yield "", head | {"choices": []}
+            yield "", head | {"choices": [], "usage": usage(exchange.answers)}
 
     def error(self, refusal: RefusedError) -> dict[str, Any]:
         return openai_error(refusal)
@@ -94,7 +96,25 @@ def chat_message(message: Mapping[str, Any]) -> Message:
         if all(part["type"] == "text" for part in content):
             content = "".join(part["text"] for part in content)
     result: Message = {"role": role, "content": content or ""}
-    return result | {name: message[name] for name in ("tool_calls", "tool_call_id", "name") if message.get(name)}
+    if calls := message.get("tool_calls"):
+        functions = (call["function"] for call in calls)
+        listed = [
+            tool_call(call.get("id"), f["name"], f.get("arguments")) for call, f in zip(calls, functions, strict=True)
+        ]
+        result["tool_calls"] = listed
+    return result | {name: message[name] for name in ("tool_call_id", "name") if message.get(name)}
+
+
+def tool_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a call of a conversation. Arguments that are no JSON object, which clients send back to have the model
+    mend them, become the one value of an object: templates write nothing else."""
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
+    except ValueError:
+        read = None
+    if not isinstance(read, Mapping):
+        arguments = json.dumps({UNPARSED: arguments})
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
 
 
 def chat_part(part: Any) -> dict[str, Any]:

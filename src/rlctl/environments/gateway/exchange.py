@@ -182,7 +182,11 @@ def finish_of(answer: Answer) -> Finish:
 
 
 def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(map(str, stop or ()))
+    """Return stop texts. Raises RefusedError for an empty one."""
+    stops = (stop,) if isinstance(stop, str) else tuple(map(str, stop or ()))
+    if "" in stops:
+        raise RefusedError("A stop text is empty.")
+    return stops
 
 
 def limit(value: Any) -> int | None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlctl.environments.gateway.chat import ROLES, image_part
+from rlctl.environments.gateway.chat import ROLES, image_part, tool_call
 from rlctl.environments.gateway.exchange import Answer, Event, Exchange, Question, RefusedError, limit, texts, wishes
 from rlctl.environments.interface import MODEL, Message
 
@@ -96,8 +96,7 @@ def _chat_messages(message: Mapping[str, Any]) -> list[Message]:
             content = _joined(_blocks(block.get("content")))
             results.append({"role": "tool", "content": content, "tool_call_id": block["tool_use_id"]})
         elif kind == "tool_use":
-            function = {"name": block["name"], "arguments": json.dumps(block["input"])}
-            calls.append({"id": block["id"], "type": "function", "function": function})
+            calls.append(tool_call(block["id"], block["name"], json.dumps(block["input"])))
         elif kind not in UNREAD:
             parts.append(block)
     if not parts and results:

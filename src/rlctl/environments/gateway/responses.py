@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlctl.environments.gateway.chat import chat_message
+from rlctl.environments.gateway.chat import chat_message, tool_call
 from rlctl.environments.gateway.exchange import (
     Answer,
     Event,
@@ -97,8 +97,7 @@ def _append(messages: list[Message], item: Mapping[str, Any]) -> None:
             messages.append(message)
     elif kind == "function_call":
         name = BETWEEN.join(filter(None, (item.get("namespace"), item["name"])))
-        function = {"name": name, "arguments": item["arguments"]}
-        call = {"id": item["call_id"], "type": "function", "function": function}
+        call = tool_call(item["call_id"], name, item["arguments"])
         if last is None or last["role"] != "assistant":
             last = {"role": "assistant", "content": ""}
             messages.append(last)
