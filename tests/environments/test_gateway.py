@@ -38,7 +38,9 @@ class Scripted:
         async def answered() -> Sequence[Answer]:
             await asyncio.sleep(0.01)
             calls = (CALL,) if question.tools else ()
-            return [Answer("I see.", calls, [1, 2, 3], [4, 5], [-0.5, -0.25], cut=question.max_tokens == 2)]
+            thought = "Hm." if question.messages and question.messages[-1]["content"] == "Think." else ""
+            cut = question.max_tokens == 2
+            return [Answer("I see.", calls, [1, 2, 3], [4, 5], [-0.5, -0.25], cut=cut, thought=thought)]
 
         return asyncio.ensure_future(answered())
 
@@ -111,6 +113,48 @@ def test_what_a_client_asks_of_the_form_of_an_answer(
             await client.chat.completions.create(model="policy", **body)
             (question,) = episode.questions
             assert (question.unenforced, question.calls) == (without_effect, calls)
+        finally:
+            gateway.close()
+
+    asyncio.run(asked())
+
+
+def test_clients_read_thoughts_in_the_words_of_each_protocol() -> None:
+    import anthropic
+    import openai
+
+    async def asked() -> None:
+        gateway, episode = Gateway(), Scripted()
+        address = await gateway.open(episode)
+        client = openai.AsyncOpenAI(base_url=f"{address.url}/v1", api_key=address.key, max_retries=0)
+        claude = anthropic.AsyncAnthropic(base_url=address.url, api_key=address.key, max_retries=0)
+        user: Any = [{"role": "user", "content": "Think."}]
+        thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+        try:
+            chat = (await client.chat.completions.create(model="policy", messages=user)).choices[0].message
+            assert (chat.content, chat.to_dict()["reasoning_content"]) == ("I see.", "Hm.")
+            response = await client.responses.create(model="policy", input=user)
+            assert [item.type for item in response.output] == ["reasoning", "message"]
+            assert (response.output[0].content[0].text, response.output_text) == ("Hm.", "I see.")
+            async with client.responses.stream(model="policy", input=user) as stream:
+                streamed = await stream.get_final_response()
+            assert streamed.output[0].to_dict()["content"] == response.output[0].to_dict()["content"]
+            again = [*user, *(item.to_dict() for item in response.output), *user]
+            await client.responses.create(model="policy", input=again)
+            assert [m["content"] for m in episode.questions[-1].messages] == ["Think.", "I see.", "Think."]
+            message = await claude.messages.create(model="policy", max_tokens=2000, messages=user, thinking=thinking)
+            assert [block.type for block in message.content] == ["thinking", "text"]
+            async with claude.messages.stream(
+                model="policy", max_tokens=2000, messages=user, thinking=thinking
+            ) as stream:
+                last = await stream.get_final_message()
+            assert last.content[0].thinking == message.content[0].thinking == "Hm."
+            assert last.content[0].signature
+            back = [*user, {"role": "assistant", "content": [block.to_dict() for block in message.content]}, *user]
+            await claude.messages.create(model="policy", max_tokens=2000, messages=back, thinking=thinking)
+            assert [m["content"] for m in episode.questions[-1].messages] == ["Think.", "I see.", "Think."]
+            plain = await claude.messages.create(model="policy", max_tokens=2000, messages=user)
+            assert [block.type for block in plain.content] == ["text"]
         finally:
             gateway.close()
 

@@ -457,7 +457,7 @@ def test_agents_of_a_program_share_a_beginning_and_each_sampled_token_is_trained
             assert (counts["unenforced_tool_choice"], counts["unenforced_response_format"]) == (1, 1)
             assert (counts["branches"], counts["rewritten_answers"]) == (2, 1)
             mask = columns.loss_mask_T[columns.slice(sample)]
-            answers = [turn for turn in result.transcripts[sample] if turn.role == "assistant"]
+            answers = [turn for turn in result.transcripts[sample] if turn.request]
             assert mask.sum() == sum(turn.tokens for turn in answers if not turn.auxiliary)
             assert [turn.auxiliary for turn in answers] == ["", "", "", "", "title", "model small", "probe"]
             assert counts["dropped_tokens"] == sum(turn.tokens for turn in answers[4:])

@@ -36,7 +36,7 @@ from rlctl.environments.running_episode import Reply, checked_ask, readable_call
 from rlctl.environments.tools import without_call
 from rlctl.errors import InputError
 from rlctl.rollouts.episodes import Episode
-from rlctl.rollouts.turn_faults import BITS, JudgedTurn
+from rlctl.rollouts.turn_faults import BITS, THOUGHT, JudgedTurn, parts_of
 from rlctl.settings.rewards import EnvironmentConfig
 
 ENDS_EPISODE = ("abort", "timeout")
@@ -358,11 +358,13 @@ class ModelTurns:
             calls.append(ToolCall(f"call{self._calls:05}", call.name, json.dumps(call.arguments)))
             self._calls += 1
         text = without_call(result.text, form).strip() if calls else result.text
+        judged = self._play.judged(result.text, context, called=bool(calls), broken=False)
+        thought, answer = parts_of(text, opened=judged.opened) if question.messages else ("", text)
+        text = answer if thought or THOUGHT in text else text
         ends = [(at, stop) for stop in question.stop if (at := text.find(stop)) >= 0]
         end, stop = min(ends, default=(None, None))
-        judged = self._play.judged(result.text, context, called=bool(calls), broken=False)
         tokens, logprobs = result.tokens_R.tolist(), result.logprobs_R.tolist()
-        return Answer(text[:end], tuple(calls), context, tokens, logprobs, cut, stop), judged
+        return Answer(text[:end], tuple(calls), context, tokens, logprobs, cut, stop, thought), judged
 
     def _became_idle(self, task: asyncio.Task[Any]) -> None:
         self._idle_since = time.monotonic()

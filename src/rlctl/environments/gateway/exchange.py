@@ -75,7 +75,7 @@ class Answer:
     """One answer of the model."""
 
     text: str
-    """The text without its calls, before a stop text."""
+    """The text without its thought and its calls, before a stop text."""
     calls: tuple[ToolCall, ...]
     prompt_tokens: Sequence[int]
     tokens: Sequence[int]
@@ -84,6 +84,7 @@ class Answer:
     """Whether a limit ended it."""
     stop_text: str | None = None
     """The client's stop text that ended it."""
+    thought: str = ""
 
     def message(self) -> Message:
         """Return the answer as a message of a conversation."""
@@ -92,7 +93,8 @@ class Answer:
             for call in self.calls
         ]
         content = None if calls and not self.text else self.text
-        return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+        thought = {"reasoning_content": self.thought} if self.thought else {}
+        return {"role": "assistant", "content": content} | thought | ({"tool_calls": calls} if calls else {})
 
 
 class RefusedError(Exception):

@@ -13,6 +13,9 @@ from rlctl.environments.interface import MODEL, Message
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "api_error"}
 """Types of errors by status."""
 UNREAD = ("thinking", "redacted_thinking")
+"""Types of blocks that are not read: the tokens of a matched answer hold its thought."""
+THINKS = ("enabled", "adaptive")
+"""Types of `thinking` in a request that asks for thoughts."""
 
 
 class AnthropicMessages:
@@ -46,6 +49,9 @@ class AnthropicMessages:
     def whole(self, exchange: Exchange) -> dict[str, Any]:
         (answer,) = exchange.answers
         content: list[dict[str, Any]] = []
+        if answer.thought and (exchange.body.get("thinking") or {}).get("type") in THINKS:
+            block = {"type": "thinking", "thinking": answer.thought, "signature": f"thought_{exchange.number}"}
+            content.append(block)
         if answer.text or not answer.calls:
             content.append({"type": "text", "text": answer.text, "citations": None})
         for call in answer.calls:
@@ -63,11 +69,16 @@ class AnthropicMessages:
         yield "message_start", {"message": begun | {"usage": whole["usage"] | {"output_tokens": 0}}}
         for index, block in enumerate(whole["content"]):
             if block["type"] == "text":
-                empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+                empty, deltas = {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+            elif block["type"] == "thinking":
+                empty = {"thinking": "", "signature": ""}
+                deltas = [{"type": f"{name}_delta", name: block[name]} for name in ("thinking", "signature")]
             else:
-                empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                empty = {"input": {}}
+                deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
             yield "content_block_start", {"index": index, "content_block": block | empty}
-            yield "content_block_delta", {"index": index, "delta": delta}
+            for delta in deltas:
+                yield "content_block_delta", {"index": index, "delta": delta}
             yield "content_block_stop", {"index": index}
         end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         yield "message_delta", {"delta": end, "usage": whole["usage"]}

@@ -62,7 +62,7 @@ class Responses:
         whole = self.whole(exchange)
         for index, item in enumerate(whole["output"]):
             place = {"output_index": index, "item_id": item["id"]}
-            empty = {"content": []} if item["type"] == "message" else {"arguments": ""}
+            empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
             added = item | empty | {"status": "in_progress"}
             yield "response.output_item.added", {"output_index": index, "item": added}
             if item["type"] == "message":
@@ -72,6 +72,10 @@ class Responses:
                 yield "response.output_text.delta", place | {"delta": part["text"], "logprobs": []}
                 yield "response.output_text.done", place | {"text": part["text"], "logprobs": []}
                 yield "response.content_part.done", place | {"part": part}
+            elif item["type"] == "reasoning":
+                place, (part,) = place | {"content_index": 0}, item["content"]
+                yield "response.reasoning_text.delta", place | {"delta": part["text"]}
+                yield "response.reasoning_text.done", place | {"text": part["text"]}
             else:
                 yield "response.function_call_arguments.delta", place | {"delta": item["arguments"]}
                 done = {"arguments": item["arguments"], "name": item["name"]}
@@ -133,6 +137,10 @@ def _items(exchange: Exchange, answer: Answer) -> list[dict[str, Any]]:
     names = {tool["function"]["name"]: name for tool, name in _tools(exchange.body)}
     status = "incomplete" if answer.cut else "completed"
     items: list[dict[str, Any]] = []
+    if answer.thought:
+        content = [{"type": "reasoning_text", "text": answer.thought}]
+        head = {"id": f"rs_{exchange.number}", "type": "reasoning", "status": status, "summary": []}
+        items.append({**head, "content": content, "encrypted_content": f"thought_{exchange.number}"})
     if answer.text or not answer.calls:
         part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
         head = {"id": f"msg_{exchange.number}", "type": "message", "role": "assistant", "status": status}
