@@ -38,7 +38,8 @@ Tasks = Annotated[
         "-t",
         metavar="TASK",
         help="reasoning-gym:<task>[:key=value,...], gsm8k, math-500, aime24, aime25, gpqa-diamond, mmlu-pro, ifeval, a "
-        "JSON, CSV or Parquet file, or a Hugging Face dataset. Repeatable.",
+        "JSON, CSV or Parquet file, or a Hugging Face dataset; by default the sources and environments of the run. "
+        "Repeatable.",
     ),
 ]
 Samples = Annotated[int, typer.Option("--n", "-n", min=1, max=10_000, help="Samples per prompt.")]
@@ -70,7 +71,7 @@ Output = Annotated[
     epilog=examples(
         "rlctl eval --model Qwen/Qwen3-0.6B --task gsm8k --task math-500 -n 4",
         "rlctl eval --run-dir runs/my-run --model Qwen/Qwen3-0.6B --task reasoning-gym:chain_sum",
-        "rlctl eval --run-dir runs/tools --model Qwen/Qwen3-0.6B --env calculator",
+        "rlctl eval --run-dir runs/tools --model Qwen/Qwen3-0.6B",
         "rlctl eval --run-dir runs/my-run --step 50 --step 100 --task questions.jsonl --output samples.jsonl --json",
     ),
 )
