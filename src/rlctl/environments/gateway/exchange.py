@@ -56,8 +56,8 @@ class Question:
     def is_title(self) -> bool:
         """Whether it has the form in which agents ask for titles and other work aside from their task: a first request
         without tools, and with low effort or a schema."""
-        begins = not any(message["role"] == "assistant" for message in self.messages)
-        return begins and not self.tools and (self.low_effort or RESPONSE_FORMAT in self.unenforced)
+        asks_little = self.low_effort or RESPONSE_FORMAT in self.unenforced
+        return asks_little and not self.tools and not any(said["role"] == "assistant" for said in self.messages)
 
 
 @dataclass(frozen=True)
