@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -99,6 +100,9 @@ def test_a_thought_stays_in_the_tokens_that_a_request_without_it_continues(play:
     episode, runner, _ = asked(play, [thought, "Yes."], [lambda _: {"messages": [USER]}, go_on])
     assert thought in runner.read[1]
     assert (len(episode.starts), episode.counts["gateway/rewritten_answers"]) == (1, 0.0)
+    limits = play.limits.model_copy(update={"thoughts": "content"})
+    _, _, (answer,) = asked(replace(play, limits=limits), [thought], [lambda _: {"messages": [USER]}])
+    assert answer.message() == {"role": "assistant", "content": thought}
 
 
 def test_a_request_that_may_call_nothing_shows_no_tools_and_reads_no_calls(play: EnvironmentEpisodes) -> None:

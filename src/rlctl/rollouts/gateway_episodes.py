@@ -359,8 +359,10 @@ class ModelTurns:
             self._calls += 1
         text = without_call(result.text, form).strip() if calls else result.text
         judged = self._play.judged(result.text, context, called=bool(calls), broken=False)
-        thought, answer = parts_of(text, opened=judged.opened) if question.messages else ("", text)
-        text = answer if thought or THOUGHT in text else text
+        thought = ""
+        if question.messages and self._play.limits.thoughts == "apart":
+            thought, answer = parts_of(text, opened=judged.opened)
+            text = answer if thought or THOUGHT in text else text
         ends = [(at, stop) for stop in question.stop if (at := text.find(stop)) >= 0]
         end, stop = min(ends, default=(None, None))
         tokens, logprobs = result.tokens_R.tolist(), result.logprobs_R.tolist()

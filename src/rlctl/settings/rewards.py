@@ -130,6 +130,9 @@ class EnvironmentConfig(Section):
     """Largest number of processes of an episode's programs."""
     disk_gib: PositiveNumber = 10.0
     """Disk limit of an episode's programs, in GiB: temporary files without a sandbox, else all that they write."""
+    thoughts: Literal["apart", "content"] = "apart"
+    """Place of a thought (`<think>...</think>`) in the answers that programs get: a separate field, as from servers
+    with a reasoning parser, or the content."""
     train_auxiliary: bool = False
     """Also train on programs' requests for other model names, such as those of sub-agents, and on titles."""
     listen: Annotated[str, FREE] = "127.0.0.1"
