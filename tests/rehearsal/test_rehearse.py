@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,10 @@ from rlctl.models.catalog import entries
 from rlctl.models.constraints import fsdp_problems, policy_problems
 from rlctl.models.families import FAMILIES as OWN_FAMILIES
 from rlctl.models.families import facts_from_hf_config
+from rlctl.planner.choice import GenerationChoice
 from rlctl.preparation.job import Job, prepare_job
 from rlctl.rehearsal.row_checks import look_at_rows, look_at_run
-from rlctl.rehearsal.shrink import MOST_PROCESSES, StandIns, small_parallel, small_values, usual_letter
+from rlctl.rehearsal.shrink import MOST_PROCESSES, StandIns, small_engine, small_parallel, small_values, usual_letter
 from rlctl.rehearsal.stand_ins import generated_rows, write_model
 from rlctl.runs.directory import RunDirectory
 from rlctl.settings.data import DataConfig
@@ -108,6 +110,15 @@ def test_several_teachers_stay_several_in_a_rehearsal(tmp_path: Path) -> None:
         (str(stand_in), True, 1.0, ()), (str(stand_in), False, 3.0, ()),
     ]  # fmt: skip
     assert teacher.mix == "divergences"
+
+
+@pytest.mark.parametrize(("cores", "colocated", "ranks"), [(2, False, 1), (3, False, 2), (2, True, 2)])
+def test_separate_engines_leave_the_policy_a_core(
+    monkeypatch: pytest.MonkeyPatch, cores: int, colocated: bool, ranks: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    engine = small_engine(GenerationChoice(8, tp=4, pp=1, dp=1, ep=1, memory_fraction=0.5), colocated)
+    assert (engine["tp"], engine["devices"]) == (ranks, None if colocated else ranks)
 
 
 def test_completions_end_at_a_letter_of_a_tenth_of_the_tokens() -> None:

@@ -6,6 +6,7 @@ small. Keys that only GPUs need are dropped. All other keys keep their values an
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from rlctl.config.user_code import MODEL
 from rlctl.data.mixing import source_settings
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import has_file
-from rlctl.planner.choice import TEACHER_SIZES
+from rlctl.planner.choice import TEACHER_SIZES, GenerationChoice
 from rlctl.planner.result import Plan
 from rlctl.preparation.worker_specs import training_of
 from rlctl.settings.config import RlctlConfig
@@ -271,15 +272,22 @@ def small_layout(plan: Plan) -> dict[str, Any]:
     if plan.teacher is not None:
         values |= {f"{plan.teacher.role}.{size}": 1 for size in TEACHER_SIZES}
     if plan.generation is not None:
-        sizes = {size: min(2, getattr(plan.generation, size)) for size in ("tp", "pp", "dp", "ep")}
-        if sizes["tp"] * sizes["pp"] * sizes["dp"] > 2:  # rehearse one dimension, or experts over two ranks
-            sizes |= {"tp": 1, "pp": 1} if sizes["ep"] > 1 and sizes["dp"] > 1 else {"pp": 1, "dp": 1}
-        ranks = sizes["tp"] * sizes["pp"] * sizes["dp"]
-        sizes["ep"] = min(sizes["ep"], sizes["tp"] * sizes["dp"])
-        values |= {f"generation.{size}": value for size, value in sizes.items()}
-        values |= {"generation.engines": 1, "generation.threads": 1, "generation.colocated": plan.colocated}
-        values["generation.devices"] = None if plan.colocated else ranks
+        values |= {f"generation.{key}": value for key, value in small_engine(plan.generation, plan.colocated).items()}
     return values
+
+
+def small_engine(engine: GenerationChoice, colocated: bool) -> dict[str, Any]:
+    """Return the layout of the engine of a rehearsal: up to two ranks, where separate cores leave the policy one."""
+    cores = len(os.sched_getaffinity(0))
+    most = 1 if not colocated and cores <= 2 else 2
+    sizes = {size: min(most, getattr(engine, size)) for size in ("tp", "pp", "dp", "ep")}
+    if sizes["tp"] * sizes["pp"] * sizes["dp"] > 2:  # rehearse one dimension, or experts over two ranks
+        sizes |= {"tp": 1, "pp": 1} if sizes["ep"] > 1 and sizes["dp"] > 1 else {"pp": 1, "dp": 1}
+    ranks = sizes["tp"] * sizes["pp"] * sizes["dp"]
+    sizes["ep"] = min(sizes["ep"], sizes["tp"] * sizes["dp"])
+    return {
+        **sizes, "engines": 1, "threads": 1, "colocated": colocated, "devices": None if colocated else ranks
+    }  # fmt: skip
 
 
 def small_parallel(parallel: ParallelSpec, *, fsdp: bool = False) -> ParallelSpec:
