@@ -193,6 +193,10 @@ def test_set_types_its_values(text: str, key: str, value: object) -> None:
             ["reward.terms=[{name: x, weight: y}]"],
             ["`reward.terms[0].weight` = 'y' (--set)", "a valid number"],
         ),
+        (
+            ["teacher.models=[{model: x, sources: a}]", "run.algorithm=distillation"],
+            ["`teacher.models[0].sources` = 'a' (--set): it should be a valid list."],
+        ),
         (["batch.optimizer_steps=3"], ["do not split"]),
         (["cluster.step_timeout_s=60", "rollouts.timeout_s=60"], ["rollouts.timeout_s = 60 is not below"]),
         (["generation.discard_weights=true", "refit.sparse=true"], ["does not go with refit.sparse = true"]),

@@ -296,16 +296,20 @@ def explain(problem: Any, values: Mapping[str, Value], schema: Schema) -> str:
         return f"{reason}." if problem["type"] == "value_error" else f"`{path}`: {reason}."
     inner = problem["loc"][leaf.key.count(".") + 1 :]
     place = leaf.key + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner)
-    end = _end_of(problem["type"], place, schema.listed_section(leaf.key))
+    end = _end_of(problem["type"], place, schema.listed_section(leaf.key), len(inner))
     return f"`{place}` = {problem['input']!r} ({leaf.origin}): {reason}{end}"
 
 
-def _end_of(kind: str, place: str, section: type[Section] | None) -> str:
-    """Return what follows a problem's reason. `section`: the class of the entries of a list at `place`."""
+def _end_of(kind: str, place: str, section: type[Section] | None, depth: int) -> str:
+    """Return what follows a problem's reason. `section`: the class of the entries of the list that `place` is or, at
+    the `depth` 1 or 2, that it is inside of."""
     if section is None:
         return "."
     outer, _, name = place.rpartition(".")
-    if kind == "extra_forbidden" and (alike := difflib.get_close_matches(name, section.model_fields, n=1)):
-        return f"; did you mean `{outer}.{alike[0]}`?"
+    if (kind, depth) == ("extra_forbidden", 2):
+        alike = difflib.get_close_matches(name, section.model_fields, n=1)
+        return f"; did you mean `{outer}.{alike[0]}`?" if alike else "."
     entry = f"{{{next(iter(section.model_fields))}: ...}}"
-    return {"tuple_type": f", such as [{entry}].", "model_type": f", such as {entry}."}.get(kind, ".")
+    return {("tuple_type", 0): f", such as [{entry}].", ("model_type", 1): f", such as {entry}."}.get(
+        (kind, depth), "."
+    )
