@@ -129,6 +129,19 @@ def test_a_lost_engine_of_one_run_is_replaced_when_it_is_that_runs_turn(here, ti
 
 
 @pytest.mark.slow
+def test_a_run_that_joins_a_sweep_takes_the_processes_that_were_planned_for_it(
+    here, tiny_llama: Path, tmp_path: Path
+) -> None:
+    arguments = [*swept(tiny_llama, tmp_path / "sweep", "--steps", "1"), "--vary"]
+    assert here([*arguments, "optimizer.lr=1e-3,1e-2"]).returncode == 0
+    done = here([*arguments, "optimizer.lr=1e-3,1e-2,1e-4"])
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"optimizer\.lr=(\S+) +finished step 1", done.stdout) == ["1e-3", "1e-2", "1e-4"]
+    manifests = [json.loads((run / "manifest.json").read_text())["config"] for run in (tmp_path / "sweep").glob("*=*")]
+    assert len({manifest["generation.engines"]["value"] for manifest in manifests}) == 1
+
+
+@pytest.mark.slow
 def test_each_run_of_a_sweep_has_the_base_as_its_reference(here, tiny_llama: Path, tmp_path: Path) -> None:
     """DPO's loss is log 2 where policy and reference are equal (arXiv:2305.18290, equation 7)."""
     data, place = tmp_path / "pairs.jsonl", tmp_path / "sweep"

@@ -13,7 +13,8 @@ from typing import Any
 
 from rlctl.cluster.ray_session import BesideSession
 from rlctl.config.files import write_json
-from rlctl.config.load import Resolved
+from rlctl.config.load import PLANNER, Resolved, stored_values
+from rlctl.config.sources import Value
 from rlctl.errors import InputError
 from rlctl.garbage import many_objects
 from rlctl.jobs.kept_tokenizer import keep_tokenizer
@@ -143,8 +144,11 @@ def open_sweep(
     earlier = Path(place) if place else unfinished(values)
     begun = {label: run for label, run in _places(earlier, variants).items() if (run.path / MANIFEST).exists()}
     ends = {} if earlier is None else _stored(earlier / RECORD).get("ends", {})
+    # Runs that join a sweep share the processes that the planner chose for it.
+    planned = [value for run in [*begun.values()][:1] for value in planned_values(run)]
     jobs, is_begun = dict[str, Job](), False
     for label, resolved in variants:
+        resolved = resolved if label in begun else resolved.deciding(planned)
         begins = partial(begin_ray, ray, display.say)
         starts = (lambda *_: None) if is_begun or label in ends else begins
         is_begun = is_begun or label not in ends
@@ -166,6 +170,10 @@ def open_sweep(
         job = sweep.left[0].job
         begin_ray(ray, display.say, job.config, job.plan, job.workers_spec())
     return sweep
+
+
+def planned_values(run: RunDirectory) -> list[Value]:
+    return [value for value in stored_values(run.manifest()["config"]) if value.origin == PLANNER]
 
 
 def _places(directory: Path | None, variants: Sequence[tuple[str, Resolved]]) -> dict[str, RunDirectory]:
