@@ -62,7 +62,7 @@ class LoraConfig(Section):
     """Scale adapters by alpha / sqrt(rank) (rank-stabilized LoRA, arXiv:2312.03732)."""
     dropout: Annotated[float, Field(ge=0, lt=1), Unloadable()] = 0.0
     """Share of the adapters' inputs that training passes set to 0, as PEFT's `lora_dropout`; in methods without
-    engines. The other passes (reference, validation) have no dropout."""
+    rollouts. The other passes (reference, validation) have no dropout."""
     modules_to_save: Annotated[tuple[str, ...], Unloadable()] = ()
     """Modules that are trained whole beside the adapters, as in PEFT: the embedding (`embed_tokens`) and the output
     layer (`lm_head`); tied, both are one matrix. With --backend dtensor."""

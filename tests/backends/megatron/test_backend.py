@@ -12,7 +12,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import RopeFacts
-from rlctl.settings.training import OptimizerConfig, QuantizationConfig
+from rlctl.settings.training import LoraConfig, OptimizerConfig, QuantizationConfig
 
 FACTS = lookup("SmolLM2-135M")
 
@@ -126,3 +126,14 @@ def test_an_attention_factor_that_megatron_cannot_compute_is_refused_before_anyt
     gemma = lookup("google/gemma-3-1b-it")
     assert gemma is not None
     refuse_wrong_numbers(PolicySpec(replace(gemma, rope=yarn)))  # scores of each kind of layers have its own
+
+
+def test_experts_that_are_published_in_one_tensor_have_no_adapters() -> None:
+    """gpt-oss publishes the experts of a layer in one tensor, Qwen3-MoE in one for each."""
+    stacked, single = lookup("openai/gpt-oss-20b"), lookup("Qwen/Qwen3-30B-A3B")
+    assert stacked is not None
+    assert single is not None
+    lora = LoraConfig(rank=4, targets=("experts.gate_up_proj",))
+    refuse_wrong_numbers(PolicySpec(replace(single, layers=1), lora=lora))
+    with pytest.raises(ConfigError, match=r"targets is refused: .*experts\.gate_up_proj is published in one tensor"):
+        refuse_wrong_numbers(PolicySpec(replace(stacked, layers=1), lora=lora))

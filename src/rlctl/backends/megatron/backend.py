@@ -23,7 +23,6 @@ from rlctl.backends.megatron.args import (
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
-from rlctl.models.matrices import Role
 from rlctl.models.quantized import quantization_problems
 from rlctl.weights.adapter_sites import Site, dropout_problem, sites
 from rlctl.weights.megatron import MegatronWorld
@@ -113,7 +112,7 @@ def _adapter_problems(spec: PolicySpec) -> Iterator[tuple[str, str]]:
     fused: dict[str, Site] = {}
     for site in sites(spec.facts, spec.lora).all:
         if site.place.is_expert:
-            if site.place.role is Role.EXPERT_STACK:
+            if len(site.place.tensors) < site.place.shape[0]:
                 yield (
                     "targets",
                     f"{site.module} is published in one tensor, which has no adapters on Megatron-Core",
