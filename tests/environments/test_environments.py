@@ -241,6 +241,12 @@ def test_what_is_wrong_with_an_environment_is_said_before_a_run(settings: dict[s
         begin()
 
 
+def test_an_environment_s_own_words_describe_its_parameters() -> None:
+    with pytest.raises(InputError, match="missing a required argument: 'head'") as caught:
+        plan_environment(EnvironmentConfig(name="nemo-gym")).load()
+    assert "`head` is the address of Gym's head server, and `listen` the HOST:PORT" in str(caught.value.hint)
+
+
 def test_a_tool_has_the_variables_of_the_shell_where_the_cluster_lacks_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

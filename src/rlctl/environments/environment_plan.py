@@ -98,9 +98,10 @@ class LoadedEnvironment:
             inspect.signature(kind).bind(**plan.params)
         except TypeError as error:
             takes = ", ".join(inspect.signature(kind).parameters) or "none"
+            said = " ".join(inspect.cleandoc(vars(kind).get("__doc__") or "").partition("\n\n")[0].split())
             raise InputError(
                 f"Environment {plan.label!r} does not take these parameters (environment.params): {error}.",
-                f"Its parameters are: {takes}.",
+                f"Its parameters are: {takes}. {said}".rstrip(),
             ) from error
         prepare = getattr(kind, "prepare", None)
         self.note = str(prepare(**plan.params) or "") if prepare else ""
