@@ -51,7 +51,8 @@ class Calling:
         calls: tuple[ToolCall, ...] = ()
         if name is not None and (not again or name in ("bash", "final_answer")):
             calls = (ToolCall(f"call{number:05}", name, SUBMIT if again and name == "bash" else CALLS.get(name, "{}")),)
-        answer = Answer("" if calls else " It is 5.\n", calls, [1, 2, 3], [4, 5], [-0.5, -0.25], cut=False)
+        text = "" if calls else " It is 5.\n"
+        answer = Answer(text, calls, [1, 2, 3], [4, 5], [-0.5, -0.25], cut=False, thought="I add them.\n")
         self.answers.add(digests[-1], answer.message(), number)
 
         async def answered() -> Sequence[Answer]:

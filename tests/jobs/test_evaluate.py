@@ -125,6 +125,19 @@ def test_bad_input_is_named(run_here: Run, tiny_llama: Path, arguments: list[str
     assert "Traceback" not in done.stderr
 
 
+def test_rows_of_an_environment_that_gives_the_reward_need_no_answers(tmp_path: Path) -> None:
+    rows = tmp_path / "tasks.jsonl"
+    rows.write_text('{"prompt": "Do it."}\n')
+    played = one_of(resolver(environment__name="guess-number"), str(rows))
+    assert [task.rewards for task in played.tasks] == [None]
+    with pytest.raises(InputError, match="compares with a reference answer"):
+        one_of(resolver(), str(rows))
+    code = tmp_path / "mine.py"
+    code.write_text("def short(completion, **_):\n    return float(len(completion) < 9)\n")
+    scored = one_of(resolver(environment__name="guess-number", reward__terms=[{"name": f"{code}:short"}]), str(rows))
+    assert [task.rewards and [*task.rewards.scorers] for task in scored.tasks] == [[f"{code}:short"]]
+
+
 @pytest.mark.usefixtures("untried")
 def test_a_dry_run_shows_tasks_and_engines_of_each_model(run_here: Run, tiny_llama: Path, tmp_path: Path) -> None:
     other = write_tiny_family(tmp_path / "other", seed=1)

@@ -84,8 +84,11 @@ def open_task(name: str, config: RolloutConfig, limit: int | None) -> Task:
         # `task` in a run's reward is the scorer of the run's data, which does not apply to this task.
         plain = {"name": "exact-match"}
         terms = [term.model_copy(update=plain) if term.name == "task" else term for term in reward.terms]
-        reward = reward.model_copy(update={"terms": tuple(terms) or (RewardTerm(name="exact-match"),)})
-    plan = _scorers(reward, dataset, config)
+        if not terms and not config.environment.name:
+            terms = [RewardTerm(name="exact-match")]
+        reward = reward.model_copy(update={"terms": tuple(terms)})
+    alone = not (reward.terms or dataset.task) and bool(config.environment.name)  # the environment gives all rewards
+    plan = None if alone else _scorers(reward, dataset, config)
     return Task(name, dataset, data, plan, _drawn(dataset, config, limit, _makes_rows(name)))
 
 
