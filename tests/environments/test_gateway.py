@@ -196,9 +196,18 @@ def test_calls_without_an_object_as_arguments_are_written_for_the_model(argument
         assert json.loads(call["function"]["arguments"]) == {"unparsed": arguments}
 
 
-def test_an_empty_stop_text_is_refused() -> None:
-    with pytest.raises(RefusedError, match="A stop text is empty"):
-        ChatCompletions().question({"messages": [{"role": "user", "content": "Look."}], "stop": ["a", ""]})
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"stop": ["a", ""]}, "A stop text is empty"),
+        ({"max_tokens": 0}, "The maximum number of tokens is 0"),
+        ({"max_completion_tokens": 0, "max_tokens": 5}, "The maximum number of tokens is 0"),
+        ({"n": 0}, "n is 0"),
+    ],
+)
+def test_values_that_no_engine_takes_are_refused(field: dict[str, Any], message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        ChatCompletions().question({"messages": [{"role": "user", "content": "Look."}], **field})
 
 
 def test_forms_are_read_in_the_words_of_each_protocol() -> None:

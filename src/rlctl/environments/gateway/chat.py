@@ -72,12 +72,13 @@ class ChatCompletions:
 
 def sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a Question that requests of OpenAI's older forms share."""
-    samples = body.get("n") or 1
+    samples = 1 if body.get("n") is None else body["n"]
+    newer = body.get("max_completion_tokens")
     if not isinstance(samples, int) or not 1 <= samples <= MOST_SAMPLES:
         raise RefusedError(f"n is {samples!r:.40}, and has to be a number from 1 to {MOST_SAMPLES}.")
     return {
         "model": str(body.get("model") or MODEL),
-        "max_tokens": limit(body.get("max_completion_tokens") or body.get("max_tokens")),
+        "max_tokens": limit(body.get("max_tokens") if newer is None else newer),
         "stop": texts(body.get("stop")),
         "stop_token_ids": tuple(map(int, body.get("stop_token_ids") or ())),
         "samples": samples,
