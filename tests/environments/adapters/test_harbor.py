@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,6 @@ from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import EnvironmentConfig
 from rlctl.telemetry.metrics import read_metrics
 
-Here = Callable[[list[str]], subprocess.CompletedProcess[str]]
 STAND_IN = Path(__file__).parents[2] / "support" / "docker_stand_in.py"
 HARBOR = """
 schema_version = "1.4"
@@ -265,18 +264,20 @@ def test_tests_that_take_too_long_are_no_reward(runtime: str, name: str, tasks: 
 
 @pytest.mark.slow
 def test_a_run_trains_on_the_rewards_of_tasks_in_containers(
-    here: Here, runtime: str, tasks: Path, tiny_llama: Path, tmp_path: Path
+    runtime: str, tasks: Path, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """The tests give hundredths of the machine's clock as the reward, and the run trains on these numbers."""
+    """The tests give hundredths of the machine's clock as the reward, and the run trains on these numbers. Its
+    processes are of its own, to find the stand-in in the PATH."""
     clock = '#!/bin/sh\nread up rest < /proc/uptime\necho "0.${up#*.}" > /logs/verifier/reward.txt\n'
     (tasks / "sum" / "tests" / "test.sh").write_text(clock)
     words = [
-        "rlctl", "train", "grpo", "--model", str(tiny_llama), "--data", str(tasks / "sum"), "--env", "harbor",
+        sys.executable, "-m", "rlctl", "train", "grpo", "--model", str(tiny_llama),
+        "--data", str(tasks / "sum"), "--env", "harbor",
         "--gpu", "cpu", "--steps", "2", "--prompts", "1", "--generations", "4", "--max-new-tokens", "6",
         "--run-dir", str(tmp_path / "run"), "--set", "training.dp=1", "--set", "run.log_rollouts=8",
         "--set", f"environment.sandbox={runtime}", "--set", "environment.turns=2",
     ]  # fmt: skip
-    done = here(words)
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     for step, line in enumerate(read_metrics(tmp_path / "run" / "metrics.jsonl"), start=1):
         logged = (tmp_path / "run" / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
