@@ -543,8 +543,9 @@ def test_a_change_that_no_checkpoint_can_be_loaded_with_is_refused_whatever_is_a
 ):
     begun(train(tiny_llama), files / "run", set_=begun_with)
     assert go_on(files / "run", allow_changes=True, prompts=4)[0].config.batch.prompts == 4
-    with pytest.raises(InputError, match=f"{said}, and no checkpoint of the run can be loaded with that"):
-        go_on(files / "run", allow_changes=True, **change)
+    for allowed in (True, False):
+        with pytest.raises(InputError, match=f"{said}, and no checkpoint of the run can be loaded with that"):
+            go_on(files / "run", allow_changes=allowed, **change)
 
 
 def test_changes_can_be_allowed_and_are_told(files, tiny_llama, tiny_llama_tied):

@@ -92,13 +92,13 @@ def continued_job(
     edited = ["manifest.json was edited since rlctl wrote it"] if is_edited(stored) else []
     merged, of_keys = continued(stored, resolved)
     changes = [*edited, *version_changes(stored, tell), *of_keys.values()]
-    if changes and not allow_changes:
-        raise _refusal(changes[0])
     if (lost := next(_unloadable(of_keys, merged), None)) and run.checkpoints():
         raise InputError(
             f"--resume: {lost}, and no checkpoint of the run can be loaded with that.",
             "Leave it out, or start a new run.",
         )
+    if changes and not allow_changes:
+        raise _refusal(changes[0])
     with run.opened_from_here():
         job = prepare_job(merged, tell, starts=starts, completion=completion, held_adapters=held_adapters)
     for change in [*changes, *content_changes(stored, job)]:

@@ -28,7 +28,8 @@ def write_stand_ins(planned: Planned, folder: Path, rehearsal: Rehearsal) -> Sta
     teacher = None
     if plan.teacher is not None:
         teacher, scores = folder / plan.teacher.role, plan.teacher.choice.valued
-        write_model(teacher, config.model, plan, plan.teacher.facts, scores=scores)
+        # Another seed than the policy's: with equal weights there would be nothing to learn.
+        write_model(teacher, config.model, plan, plan.teacher.facts, seed=1, scores=scores)
         rehearsal.stand_ins.append((plan.teacher.label, f"a random {plan.teacher.facts.family} of two layers"))
     rows: list[tuple[str, Path]] = []
     for number, (name, data, rewards) in enumerate(names_of_data(config)):

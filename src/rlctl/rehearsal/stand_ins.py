@@ -36,7 +36,13 @@ if TYPE_CHECKING:
 
 
 def write_model(
-    directory: Path, model: ModelConfig, plan: Plan, facts: ModelFacts | None = None, *, scores: bool = False
+    directory: Path,
+    model: ModelConfig,
+    plan: Plan,
+    facts: ModelFacts | None = None,
+    *,
+    seed: int = 0,
+    scores: bool = False,
 ) -> tuple[PreTrainedTokenizerBase, str | None]:
     """Write a tiny random model of the family of `facts` (None: the policy's) with the run's tokenizer, or a generated
     one if the run's is unavailable. Return the tokenizer and the reason for a generated one (None: it is the run's).
@@ -64,10 +70,13 @@ def write_model(
             "vocab": vocab,
             "max_position_embeddings": facts.max_length,
             "tie_word_embeddings": facts.tied_embeddings,
+            "seed": seed,
         }
         call_in_child("making a tiny model", partial(write_tiny_class, directory, of_class, **sizes), quiet=True)
     else:
-        write_tiny_model(directory, tiny_config(facts, layers=4 if stages else 2, vocab=vocab), scores=scores)
+        write_tiny_model(
+            directory, tiny_config(facts, layers=4 if stages else 2, vocab=vocab), seed=seed, scores=scores
+        )
     if tokenizer is None:
         write_tokenizer(directory)
         return load_tokenizer(directory, ModelConfig()), reason
