@@ -91,6 +91,7 @@ class Shape:
             "run.checkpoint_every": 0,
             "run.save_final": False,
             "run.loggers": [],
+            "run.log_rollouts": self.prompts * self.samples,
         }
 
 
@@ -106,10 +107,30 @@ def prompt_tokens_of(prompts: Any, step: int, shape: Shape) -> list[list[int]]:
     return [list(prompts.tokens(prompts.prompt_at(position))) for position in positions]
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a step computed."""
+
+    lengths: list[int]
+    """Tokens of each sample."""
+    trained_tokens: int
+    """Each prompt once, without the groups that teach nothing."""
+    trained_positions: int
+    """Positions with logits of `trained_tokens`."""
+
+    @classmethod
+    def of(cls, line: dict[str, Any], rollouts: Sequence[dict[str, Any]]) -> Work:
+        rewards: dict[int, set[float]] = {}
+        for rollout in rollouts:
+            rewards.setdefault(rollout["position"], set()).add(rollout["reward"])
+        trained = sum(rollout["tokens"] for rollout in rollouts if len(rewards[rollout["position"]]) > 1)
+        return cls([rollout["tokens"] for rollout in rollouts], line["trained_tokens"], trained)
+
+
 def rlctl_steps(
     model: Path, shape: Shape, steps: int, threads: int, more: Sequence[str] = (), **other: Any
-) -> tuple[list[dict[str, float]], list[int]]:
-    """Run the real command; returns the seconds by phase and the generated tokens of each step."""
+) -> tuple[list[dict[str, float]], list[int], list[Work]]:
+    """Run the real command; returns the seconds by phase, the generated tokens and the work of each step."""
     from rlctl.telemetry.metrics import read_metrics
 
     with tempfile.TemporaryDirectory() as directory:
@@ -121,8 +142,12 @@ def rlctl_steps(
         ]  # fmt: skip
         subprocess.run(command, check=True, timeout=LIMIT_S, stdout=sys.stderr)
         lines = read_metrics(Path(directory) / "run" / "metrics.jsonl")
-    samples = shape.prompts * shape.samples
-    return [line["seconds"] for line in lines], [round(line["response_tokens_mean"] * samples) for line in lines]
+        logs = [Path(directory) / "run" / "rollouts" / f"step_{line['step']}.jsonl" for line in lines]
+        work = [
+            Work.of(line, [*map(json.loads, log.read_text().splitlines())])
+            for line, log in zip(lines, logs, strict=True)
+        ]
+    return [line["seconds"] for line in lines], [sum(one.lengths) for one in work], work
 
 
 class Peer:
@@ -265,10 +290,10 @@ def measure_products(model: Path, shape: Shape, args: argparse.Namespace, python
     job = prepare_job(config)
     ids = [tokens for step in range(args.steps) for tokens in prompt_tokens_of(job.prompts, step, shape)]
     more = ["--reward", f"{__file__}:half_right", "--set", f"model.dtype={dtype}"]
-    seconds, tokens = rlctl_steps(model, shape, args.steps, args.threads, more)
+    seconds, tokens, work = rlctl_steps(model, shape, args.steps, args.threads, more)
     ours = rates(seconds[1:], tokens[1:], shape.samples * sum(map(len, ids)) / args.steps)
-    generated = statistics.median(tokens[1:])
-    alone = products_seconds(model, shape, sum(map(len, ids)) / args.steps, generated, args.threads, job.dtype)
+    prompt_tokens = round(sum(map(len, ids)) / args.steps)
+    alone = products_seconds(model, prompt_tokens, work[1:], args.threads, job.dtype)
     phases = summary(seconds, tokens)["seconds"]
     alone["total"] = sum(alone.values())
     found = {
@@ -309,23 +334,26 @@ def measure_trl(
 
 
 def products_seconds(
-    model: Path, shape: Shape, prompt_tokens: float, generated: float, threads: int, dtype: str
+    model: Path, prompt_tokens: int, work: Sequence[Work], threads: int, dtype: str
 ) -> dict[str, float]:
-    """Return the seconds of the matrix products of a step: each prompt once, each sample a token a decode
-    step, and three times those of a forward pass to train. Best of three, by torch's `linear`."""
+    """Return the seconds of the matrix products of a step, medians over the steps: each prompt once, in each decode
+    step the samples that have not ended, and three times those of a forward pass to train. Best of three, by torch's
+    `linear`."""
     from generation import Products
     from one_process import facts_of
 
-    products, samples = Products(facts_of(model), dtype, threads), shape.prompts * shape.samples
-    prompts = round(prompt_tokens)
+    products = Products(facts_of(model), dtype, threads)
 
     def best(forwards: Sequence[tuple[int, int]]) -> float:
         return min(products.of(forwards) for _ in range(3))
 
-    decoded = round(generated / samples) - 1  # the prompt gives the first
+    def decoded(lengths: Sequence[int]) -> list[tuple[int, int]]:
+        alive = [sum(length > place for length in lengths) for place in range(1, max(lengths))]  # a prompt gives one
+        return [(prompt_tokens, len(lengths)), *((rows, rows) for rows in alive)]
+
     return {
-        "generation": best([(prompts, samples), *[(samples, samples)] * decoded]),
-        "training": 3 * best([(prompts + round(generated), round(generated))]),
+        "generation": statistics.median(best(decoded(one.lengths)) for one in work),
+        "training": statistics.median(3 * best([(one.trained_tokens, one.trained_positions)]) for one in work),
     }
 
 
@@ -337,7 +365,7 @@ def sources(model: Path, shape: Shape, steps: int, threads: int, only: str | Non
     for name, settings in SOURCES.items():
         if (name == "float32" and not has_instructions()) or (only and name not in ("usual", only)):
             continue
-        seconds, tokens = rlctl_steps(model, shape, steps, threads, **settings)
+        seconds, tokens, _ = rlctl_steps(model, shape, steps, threads, **settings)
         found[name] = summary(seconds, tokens)
         usual = found["usual"]["seconds"]["total"]
         found[name]["times"] = round(found[name]["seconds"]["total"] / usual, 2)
@@ -358,7 +386,7 @@ def rates(seconds: Sequence[dict[str, float]], tokens: Sequence[int], prompt_tok
 
 
 def measure(model: Path, shape: Shape, steps: int, threads: int) -> dict[str, Any]:
-    ours = summary(*rlctl_steps(model, shape, steps, threads))
+    ours = summary(*rlctl_steps(model, shape, steps, threads)[:2])
     peer = Peer(resolved(model, shape, steps), model, shape, threads)
     theirs = summary(*zip(*(peer.step(step) for step in range(steps)), strict=True))
     ratio = theirs["seconds"]["total"] / ours["seconds"]["total"]
