@@ -335,6 +335,37 @@ def test_ray_starts_beside_a_finder_that_takes_the_lock_of_logging() -> None:
     assert done.stdout == "both went on\n", done.stderr
 
 
+DEAD_BESIDE = """
+import psutil
+from rlctl.cluster.ray_session import BesideSession
+from rlctl.cluster.worker_host import EarlyHost, EarlyHosts
+from rlctl.errors import ClusterError
+
+plain = EarlyHosts.start
+
+def start(early, hosts):
+    control = next(process for process in psutil.Process().children() if process.name() == "gcs_server")
+    control.kill()
+    psutil.wait_procs([control])
+    plain(early, hosts)
+
+EarlyHosts.start = start
+try:
+    with BesideSession() as ray:
+        ray.begin(gpus=0, hosts=[EarlyHost("worker", {}, 1, ())])
+        ray.wait()
+except ClusterError as error:
+    print(error.message, psutil.Process().children(recursive=True))
+"""
+
+
+@pytest.mark.long
+def test_a_control_process_that_dies_while_workers_start_early_is_named() -> None:
+    """Ray's own call would wait for it for `PATIENCE`."""
+    done = subprocess.run([sys.executable, "-c", DEAD_BESIDE], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == "Ray's control process (gcs_server) died. []\n", done.stderr
+
+
 def test_a_session_that_cannot_start_says_so_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with BesideSession() as beside, monkeypatch.context() as patch:
         patch.setattr(ray_session, "ray_session", _refusing)

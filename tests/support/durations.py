@@ -299,6 +299,17 @@ def make_scheduler(config: pytest.Config, log: Any) -> Any:
                 self.piece_of = {test: name for name, piece in self.pieces.items() for test in piece.tests}
             super().add_node_collection(node, collection)
 
+        def remove_node(self, node: Any) -> str | None:
+            """A test that ended its process fails once; xdist would give it to the next process."""
+            self.holders = {fixture: holder for fixture, holder in self.holders.items() if holder is not node}
+            units = self.assigned_work[node].values()
+            pending = ((unit, test) for unit in units for test, completed in unit.items() if not completed)
+            unit, ended = next(pending, ({}, None))
+            if ended is not None:
+                unit[ended] = True
+            super().remove_node(node)
+            return ended
+
         def _split_scope(self, nodeid: str) -> str:
             return self.piece_of[nodeid]
 

@@ -8,8 +8,8 @@ from typing import Any
 from rlctl.errors import ClusterError, WaitTimeoutError
 
 ANSWER_TIMEOUT_S = 5.0
-RAYLET = "raylet"
-PROCESSES = {RAYLET: "The raylet of this node", "gcs_server": "Ray's control process (gcs_server)"}
+RAYLET, CONTROL = "raylet", "gcs_server"
+PROCESSES = {RAYLET: "The raylet of this node", CONTROL: "Ray's control process (gcs_server)"}
 
 
 def dead_process(*kinds: str) -> str | None:

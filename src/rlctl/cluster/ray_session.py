@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from rlctl.cluster.ray_health import RAYLET, require_processes
+from rlctl.cluster.ray_health import CONTROL, RAYLET, dead_process, require_processes
 from rlctl.cluster.session_files import lasting_folder
 from rlctl.cluster.worker_host import EarlyHost, EarlyHosts
 from rlctl.errors import MachineError, WorkerError
@@ -31,6 +31,7 @@ from rlctl.processes.supervision import adopt_orphans
 # The object store holds rollouts and small tensors. Weights travel through separate shared memory.
 OBJECT_STORE_BYTES = 512 << 20
 CONNECT_TIMEOUT_S = 10.0
+LOOK_S = 0.5
 SOCKET_PATH_BYTES = 107
 SOCKET = "/rlctl-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 """Ray's longest socket name below its folder."""
@@ -174,7 +175,7 @@ class BesideSession:
                     return
                 self._is_starting = True
             with ray_session(address, gpus=gpus, logs=lambda: self._logs, tell=self._tell):
-                self.early.start(hosts)
+                self._start_early(hosts)
                 with self._turn:
                     self._is_starting = False
                     self._answered.set()
@@ -187,6 +188,22 @@ class BesideSession:
             self._error = error
         finally:
             self._answered.set()
+
+    def _start_early(self, hosts: Sequence[EarlyHost]) -> None:
+        """Start processes in a thread of their own: Ray waits `PATIENCE` for a control process that has died. The
+        thread is not left alone with one that lives: Ray ends a process that uses it after its shutdown."""
+        starting = threading.Thread(target=self.early.start, args=(hosts,), name="early hosts", daemon=True)
+
+        def ended() -> None:
+            while starting.is_alive() and dead_process(CONTROL) is None:
+                starting.join(LOOK_S)
+
+        starting.start()
+        try:
+            ended()
+        finally:
+            ended()
+        require_processes(CONTROL)
 
     def __enter__(self) -> BesideSession:
         return self

@@ -130,6 +130,8 @@ class Sandbox(ABC):
 
     def __init__(self, plan: SandboxPlan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
+        self._others = frozenset(descendants(os.getpid()))
+        """What this process had started before, as a test's process has."""
 
     @classmethod
     def validate(cls, plan: SandboxPlan) -> None:
@@ -175,15 +177,13 @@ class Sandbox(ABC):
 
     async def __aexit__(self, *_: object) -> None:
         """End what runs in the sandbox. The episode's host removes the folder."""
-        kill_tree(os.getpid(), root=False)
+        kill_tree(os.getpid(), root=False, spared=self._others)
 
     # For the kinds
 
     async def _start(self) -> None:
         """Make the folder, and start what all commands share."""
         self.folder.mkdir(exist_ok=True)
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self._most_disk, hard))
 
     @abstractmethod
     def _outside(self, command: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
@@ -191,20 +191,24 @@ class Sandbox(ABC):
 
     async def _spawned(self, command: Sequence[str], variables: Mapping[str, str], **settings: Any) -> Process:
         words, environment = self._outside(command, variables)
+        own = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self._most_disk, own[1]))  # the command inherits it
         try:
             return await asyncio.create_subprocess_exec(*words, env=environment, start_new_session=True, **settings)
         except OSError as error:
             raise SandboxError("raised", f"{words[0]} cannot be started: {error.strerror or error}") from error
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, own)
 
     def _end(self, process: Process) -> None:
         """End all that a command has started: its process group in one call, which no fork bomb outruns."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        kill_tree(os.getpid(), root=False)
+        kill_tree(os.getpid(), root=False, spared=self._others)
 
     def _members(self) -> list[int]:
         """Return the processes that count for the limits."""
-        return descendants(os.getpid(), self.plan.processes)
+        return descendants(os.getpid(), self.plan.processes, self._others)
 
     async def _used_disk(self) -> int:
         return await asyncio.to_thread(_bytes_in, self.folder)

@@ -13,6 +13,7 @@ import resource
 import select
 import signal
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,22 +34,23 @@ def adopt_orphans(on: bool = True) -> None:
     ctypes.CDLL(None).prctl(36, int(on), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 
-def descendants(pid: int, most: int | None = None) -> list[int]:
-    """Return the processes below a process, at most about `most`. Reads only their entries of /proc, where the kernel
-    has them."""
-    if not Path("/proc/thread-self/children").exists():  # without CONFIG_PROC_CHILDREN
-        with contextlib.suppress(psutil.Error):
-            return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+def descendants(pid: int, most: int | None = None, spared: Collection[int] = ()) -> list[int]:
+    """Return the processes below a process, at most about `most`, without the spared ones and those below them."""
     found, waiting = [], [pid]
     while waiting and (most is None or len(found) <= most):
-        children = _children(waiting.pop())
+        children = [child for child in _children(waiting.pop()) if child not in spared]
         found += children
         waiting += children
     return found
 
 
 def _children(pid: int) -> list[int]:
+    """Read only the entries of a process in /proc, where the kernel has them."""
     children = list[int]()
+    if not Path("/proc/thread-self/children").exists():  # without CONFIG_PROC_CHILDREN
+        with contextlib.suppress(psutil.Error):
+            children += [child.pid for child in psutil.Process(pid).children()]
+        return children
     with contextlib.suppress(OSError):  # it has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
@@ -56,13 +58,14 @@ def _children(pid: int) -> list[int]:
     return children
 
 
-def kill_tree(pid: int, *, root: bool = True) -> bool:
-    """Kill a process (unless `root` is False) and its descendants; return whether there were any. They are stopped
-    first, so that none starts another meanwhile, and process groups in one call, which a fork bomb does not outrun."""
+def kill_tree(pid: int, *, root: bool = True, spared: Collection[int] = ()) -> bool:
+    """Kill a process (unless `root` is False) and its descendants but the spared ones and those below them; return
+    whether there were any. They are stopped first, so that none starts another meanwhile, and process groups in one
+    call, which a fork bomb does not outrun."""
     stopped: set[int] = {pid} if root else set()
     if root:
         _signal(pid, signal.SIGSTOP)
-    while fresh := set(descendants(pid)) - stopped:
+    while fresh := set(descendants(pid, spared=spared)) - stopped:
         for member in fresh:
             _signal(member, signal.SIGSTOP)
         stopped |= fresh

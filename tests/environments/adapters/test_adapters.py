@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Sequence
@@ -190,8 +191,11 @@ def test_an_environment_of_verifiers_is_a_program_that_asks(tmp_path: Path) -> N
         made.variables["PYTHONPATH"] = str(tmp_path)
         gateway, asked = Gateway(), list[Question]()
         address = await gateway.open(Five(asked))
-        made.sandbox = SandboxPlan().opened(tmp_path / "episode")
-        assert await made.run({}, 4, address) == {"length": 4, "reward": 0.5}
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as bystander:  # as Ray is in the process of the tests
+            made.sandbox = SandboxPlan().opened(tmp_path / "episode")
+            assert await made.run({}, 4, address) == {"length": 4, "reward": 0.5}
+            bystander.communicate(b"", timeout=60)
+            assert bystander.returncode == 0
         assert [question.messages for question in asked] == [[{"role": "user", "content": "sums is first"}]]
         code = VERIFIERS + "Made.requires_group_rollouts = True\n"  # a property of verifiers 0.2.1's environments
         (tmp_path / "verifiers.py").write_text(code)
