@@ -336,8 +336,12 @@ def _as_a_run_needs_it() -> Iterator[None]:
     """Change details of Ray's start that `ray.init` has no arguments for."""
     from ray._private import node, parameter, ray_constants, services, utils
 
-    without: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
-    lean: Any = functools.partial(parameter.RayParams, **without)
+    chosen: dict[str, Any] = {
+        "no_monitor": True,
+        "include_log_monitor": False,
+        "setup_worker_path": str(Path(__file__).with_name("worker_start.py")),
+    }
+    lean: Any = functools.partial(parameter.RayParams, **chosen)
     with (
         # Ray's handler of SIGTERM would end this process silently, with code 1 or 15.
         _replaced(utils, set_sigterm_handler=_ignore),
