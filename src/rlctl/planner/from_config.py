@@ -19,7 +19,7 @@ from rlctl.errors import ConfigError, MachineError
 from rlctl.models.constraints import require_policy_sizes, unpacked_rule
 from rlctl.models.facts import ModelFacts
 from rlctl.models.quantized_base import packed_sizes
-from rlctl.planner.choice import PLAIN_ENGINE, EngineNumbers, Precision
+from rlctl.planner.choice import PLAIN_ENGINE, EngineNumbers, LoraChoice, Precision
 from rlctl.planner.costs.adapters import lora_choice
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import (
@@ -404,13 +404,7 @@ def plan_from_config(
         pins = {key: value for key, value in pins.items() if not key.startswith(of_training)}
     require_format(config, cluster)
     precision, lora = precision_from_config(config, cluster), config.training.lora
-    adapters = lora_choice(facts, lora) if lora.rank else None
-    ways = choose_refit(config, facts, adapters, refits=workload.trains and workload.engines, on_cpu=cluster.is_cpu)
-    if adapters:
-        turns = _why_turns(config, reward_model=bool(teachers) and config.named_teacher is None)
-        adapters = replace(adapters, held=held_adapters, why_turns=turns)
-        choices = [replace(adapters, refit=refit, why=rule) for refit, rule in ways]
-        adapters = replace(choices[0], others=tuple(choices[1:]))
+    adapters = _adapters(config, facts, workload, held_adapters, teaches=bool(teachers), on_cpu=cluster.is_cpu)
     # rlctl gives Megatron float32 unless the user passes another dtype.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
     unfused = config.megatron.passed.get("transformer_impl") == "local" or _lacks_transformer_engine(config, assume)
@@ -432,6 +426,21 @@ def plan_from_config(
         discards=config.engine_settings is not None and config.engine_settings.generation.discard_weights,
     )  # fmt: skip
     return make_plan(request, top=top, refusal=refusal)
+
+
+def _adapters(
+    config: RlctlConfig, facts: ModelFacts, workload: Workload, held: int, *, teaches: bool, on_cpu: bool
+) -> LoraChoice | None:
+    """Return what is known of the adapters, with the first way to refit and the others; None without adapters."""
+    lora = config.training.lora
+    adapters = lora_choice(facts, lora) if lora.rank else None
+    ways = choose_refit(config, facts, adapters, refits=workload.trains and workload.engines, on_cpu=on_cpu)
+    if adapters is None:
+        return None
+    turns = _why_turns(config, reward_model=teaches and config.named_teacher is None)
+    adapters = replace(adapters, held=held, why_turns=turns)
+    first, *others = (replace(adapters, refit=refit, why=rule) for refit, rule in ways)
+    return replace(first, others=tuple(others))
 
 
 def _teacher_work(config: RlctlConfig, workload: Workload, vocab: int) -> TeacherWork:
