@@ -22,11 +22,7 @@ def differences(family: str, folder: Path, *more: str) -> list[float]:
 
 CASES = [
     pytest.param("llama", ("model.dtype=bfloat16", "training.backend=megatron"), marks=pytest.mark.guard),
-    pytest.param(
-        "qwen3",
-        ("model.dtype=float32", "training.backend=dtensor", "generation.colocated=false"),
-        marks=pytest.mark.guard,
-    ),
+    ("qwen3", ("model.dtype=float32", "training.backend=dtensor", "generation.colocated=false")),
     ("qwen3", ("model.dtype=bfloat16", "training.backend=megatron", "training.dp=2", "generation.threads=2")),
     ("qwen2", ("model.dtype=float32", "training.backend=megatron", "training.threads=3", "training.pp=2")),
     ("qwen2", ("model.dtype=bfloat16", "training.backend=dtensor", "training.share_prompts=false")),
