@@ -209,7 +209,8 @@ def test_make_has_every_target() -> None:
         assert done.returncode == 0, f"{command}: {done.stderr}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize("command", of_kind("here"))
 def test_commands_that_only_look(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here(command) == 0, capsys.readouterr().err

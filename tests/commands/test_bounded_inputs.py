@@ -62,7 +62,8 @@ def test_a_configuration_file_out_of_bounds(
     assert len(said) < 15_000
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -50,8 +50,9 @@ CLUSTER = ["--gpu", "h100", "--gpus-per-node", "8", "--nodes", "32"]
 GRPO = ["train", "grpo", "--dry-run", "--data", "gsm8k", "--reward", "exact-match"]
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize("name", ["LGAI-EXAONE/EXAONE-4.0-32B", "baidu/ERNIE-4.5-21B-A3B-PT"])
-@pytest.mark.long
 def test_a_family_that_transformers_builds_is_planned_for_dtensor_by_every_command(
     capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -68,7 +69,8 @@ def test_a_family_that_transformers_builds_is_planned_for_dtensor_by_every_comma
     assert "plan" not in {check["name"] for check in json.loads(out)["checks"] if check["status"] == "fail"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_family_that_no_backend_has_is_refused_in_one_sentence_by_every_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

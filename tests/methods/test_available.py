@@ -283,7 +283,8 @@ def test_an_algorithm_from_a_file_works_in_another_process_after_the_file_is_gon
     assert sums["surprise"] == pytest.approx(-batch.logprobs_R.sum().item())
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_file_that_holds_no_algorithm_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(ALGORITHM)

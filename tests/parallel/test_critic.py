@@ -97,16 +97,11 @@ CHECKPOINTS = {
     "alone": (Case(), Case()),
     "dp2-to-tp2": (Case("llama-tied", ParallelSpec(dp=2)), Case("llama-tied", ParallelSpec(tp=2))),
     "fsdp-dp2-to-tp2": (of_modules("llama-tied", dp=2), of_modules("llama-tied", tp=2)),
+    "fsdp-alone": (of_modules(), of_modules()),
 }
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        *(pytest.param(*both, id=name) for name, both in CHECKPOINTS.items()),
-        pytest.param(of_modules(), of_modules(), id="fsdp-alone", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("before", "after"), slowly(CHECKPOINTS, guards=("alone", "dp2-to-tp2", "fsdp-dp2-to-tp2")))
 def test_policy_and_critic_go_on_where_they_were_saved(
     pools: Pools, published: Published, before: Case, after: Case, tmp_path: Path
 ) -> None:

@@ -117,6 +117,8 @@ DIVIDED = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize("name", DIVIDED)
 def test_values_of_divided_models_are_put_together(pools: Pools, models: Models, name: str) -> None:
     family, parallel, backends, fault = DIVIDED[name]

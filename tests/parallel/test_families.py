@@ -139,6 +139,8 @@ def named(cell: Cell) -> str:
     return "-".join([cell.family, *(f"{name}{size}" for name, size in sizes if size and (size > 1 or name == "etp"))])
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize("cell", [c for c in PRODUCT if (c.family, c.parallel) in COVERING], ids=named)
 def test_several_processes(pools: Pools, converted: Convert, cell: Cell) -> None:
     check(pools, converted, cell)

@@ -11,7 +11,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.settings.training import LoraConfig
 from support.host_state_cases import run_counted, run_resumed, run_steps
 from support.parallel_cases import Case
-from support.pool import Pools
+from support.pool import Pools, slowly
 from support.reference_policy import make_batch, reference_weights
 
 STEPS = {
@@ -31,29 +31,21 @@ MORE_STEPS = {
     "adapters": Case(dtype="bfloat16", lora=LoraConfig(rank=2)),
     "frozen-router": Case("qwen3moe", ParallelSpec(dp=2, ep=2), freeze_router=True),
 }
-EVERY = [
-    *(pytest.param(case, id=name) for name, case in STEPS.items()),
-    *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in MORE_STEPS.items()),
-]
-RESUMES = [
-    pytest.param(Case(dtype="bfloat16"), Case(dtype="bfloat16"), id="bfloat16"),
-    pytest.param(Case("llama-tied", ParallelSpec(tp=2)), Case("llama-tied", ParallelSpec(pp=2)), id="tp2-to-pp2"),
-    pytest.param(
+RESUMES = {
+    "bfloat16": (Case(dtype="bfloat16"), Case(dtype="bfloat16")),
+    "tp2-to-pp2": (Case("llama-tied", ParallelSpec(tp=2)), Case("llama-tied", ParallelSpec(pp=2))),
+    "ep2-to-tp2": (
         Case("qwen3moe", ParallelSpec(dp=2, ep=2), "bfloat16"),
         Case("qwen3moe", ParallelSpec(tp=2), "bfloat16"),
-        id="ep2-to-tp2",
-        marks=pytest.mark.slow,
     ),
-    pytest.param(
+    "dp2": (
         Case(parallel=ParallelSpec(dp=2), dtype="bfloat16"),
         Case(parallel=ParallelSpec(dp=2), dtype="bfloat16"),
-        id="dp2",
-        marks=pytest.mark.slow,
     ),
-]
+}
 
 
-@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("case", slowly(STEPS | MORE_STEPS, guards=STEPS))
 def test_states_in_host_memory_change_no_bit(pools: Pools, case: Case) -> None:
     arguments = reference_weights(case.kind), make_batch(), 64 * 1024, True
     for there, here in pools(case.parallel.world_size).run(run_steps, case, *arguments):
@@ -73,7 +65,7 @@ def test_states_in_host_memory_change_no_bit(pools: Pools, case: Case) -> None:
             assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize(("before", "after"), RESUMES)
+@pytest.mark.parametrize(("before", "after"), slowly(RESUMES, guards=("bfloat16", "tp2-to-pp2")))
 def test_checkpoints_are_the_same_and_either_goes_on_with_the_other(
     pools: Pools, before: Case, after: Case, tmp_path: Path
 ) -> None:

@@ -61,6 +61,8 @@ def test_a_packed_layer_computes_as_the_dequantized_one(tmp_path: Path) -> None:
     assert ((adapted(inputs) - exact).abs() <= 0.02 * exact.abs() + 0.02 * exact.abs().mean()).all()
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize("dp", [1, 2])
 def test_adapters_are_trained_over_packed_layers(pools: Pools, dp: int, tmp_path: Path) -> None:
     """Base and gradients are the plain model's bit for bit. The reference is the base, and no tensor more."""

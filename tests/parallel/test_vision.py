@@ -63,16 +63,20 @@ def test_images_of_gemma_attend_in_both_directions_on_gpus(
     assert (causal - both).abs().max() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(one, marks=() if one in ("idefics3", "qwen3_vl") else pytest.mark.slow) for one in FAMILIES],
+    [pytest.param(one, marks=pytest.mark.guard if one in ("idefics3", "qwen3_vl") else ()) for one in FAMILIES],
 )
 def test_ranks_without_images_take_part(family: str, models: Callable[[str], Path], pools: Pools) -> None:
     case = Case(backend="dtensor", parallel=ParallelSpec(dp=2), recompute="full")
     require_same(VisionCase(case), models(family), pools)
 
 
-@pytest.mark.parametrize("family", [pytest.param("gemma3", marks=pytest.mark.slow), "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["gemma3", *(pytest.param(one, marks=pytest.mark.guard) for one in ("qwen2_5_vl", "qwen3_vl"))]
+)
 def test_the_language_part_is_divided(family: str, models: Callable[[str], Path], pools: Pools) -> None:
     parallel = ParallelSpec(tp=2, sequence_parallel=True)
     require_same(VisionCase(Case(backend="dtensor", parallel=parallel)), models(family), pools)

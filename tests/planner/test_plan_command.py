@@ -368,7 +368,8 @@ def test_the_cheapest_change_is_one_that_runs_and_fits(capsys: pytest.CaptureFix
     assert json.loads(out)["runnable"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.guard
 def test_the_smallest_machine_is_the_first_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     node = ["plan", "--model", "Qwen/Qwen3-235B-A22B", "--gpu", "h100", "--gpus-per-node", "8"]
     code, _, err = rlctl(capsys, *node)

@@ -190,11 +190,12 @@ def settings_of(case: Any) -> set[tuple[str, str]]:
     return found or {("", "")}
 
 
-def slowly(cases: dict[str, Any] | Iterable[Any], *quick: Any) -> list[Any]:
-    """Parameters of a test, of a table by their names; those that are not `quick` are slow tests."""
+def slowly(cases: dict[str, Any] | Iterable[Any], *quick: Any, guards: Any = ()) -> list[Any]:
+    """Parameters of a test, of a table by their names; those that are not `quick` are slow tests, or guards."""
     named = cases if isinstance(cases, dict) else {name: name for name in cases}
-    assert set(quick) <= set(named)
+    assert {*quick, *guards} <= set(named)
+    marks = dict.fromkeys(named, (SLOW,)) | dict.fromkeys(guards, (SLOW, pytest.mark.guard)) | dict.fromkeys(quick, ())
     return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), id=name, marks=() if name in quick else SLOW)
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), id=name, marks=marks[name])
         for name, value in named.items()
     ]

@@ -7,10 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-pytest.importorskip("vllm")
-
 from rlctl.backends.lora_adapter import EVERY, Adapted, Rows
-from rlctl.backends.vllm.weights.adapters import AddedProduct
 from rlctl.models.matrices import Role
 from rlctl.weights.adapter_sites import Place, Site
 
@@ -35,6 +32,8 @@ FUSED: list[tuple[Rows, float]] = [(slice(0, 32), 2.0), (slice(32, 48), 0.5), (s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("parts", [[(EVERY, 1.7)], FUSED], ids=["whole", "fused"])
 def test_engine_and_trainer_round_added_adapters_alike(dtype: torch.dtype, parts: list[tuple[Rows, float]]) -> None:
+    from rlctl.backends.vllm.weights.adapters import AddedProduct
+
     layer, x = (
         layer_of(parts, 64, dtype),
         torch.randn(TOKENS, INPUTS, generator=torch.Generator().manual_seed(7)).to(dtype),

@@ -36,6 +36,8 @@ def test_no_combination_of_halves_is_better_than_the_plan(
     assert score(made) <= 1.001 * score(best)
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("name", "gpu", "nodes", "workload"),
     [
