@@ -9,7 +9,8 @@ JSON object: bytes that policy ranks sent in a refit and their ratio to the adap
 a step from the line of one step in metrics.jsonl to the next, without the time in which the run was stopped; CPU
 seconds of all processes in a step; and the ratios of each way's refit and step to `merged`. The first two steps of each
 run are left out: the first refit sends the base, and the next works out views. The limits are a fifth of the merged
-refit (the aim is a tenth), twice the adapters' bytes, and for `auto` the step of `merged`.
+refit (the aim is a tenth), twice the adapters' bytes, and for `auto` the step of `merged`. `copy_s` and
+`pack_s` are limits of `delta`: the adapted matrices copied once in memory, and packed by the engine's own call.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +97,42 @@ class Run:
         return total
 
 
+HIDDEN, KV, FFN, LAYERS = 576, 192, 1536, 30
+"""Sizes of SmolLM2-135M."""
+
+
 def adapter_bytes(rank: int, dtype: str) -> int:
     """Return the bytes of the adapters of SmolLM2-135M: r (I + O) elements of each matrix."""
-    hidden, kv, ffn, layers = 576, 192, 1536, 30
-    elements = (3 * hidden + hidden + 2 * kv) + 2 * hidden + 2 * (hidden + ffn) + (ffn + hidden)
-    return (4 if dtype == "float32" else 2) * rank * layers * elements
+    elements = (3 * HIDDEN + HIDDEN + 2 * KV) + 2 * HIDDEN + 2 * (HIDDEN + FFN) + (FFN + HIDDEN)
+    return (4 if dtype == "float32" else 2) * rank * LAYERS * elements
+
+
+def least_seconds(dtype: str, threads: int) -> dict[str, float]:
+    """Return the seconds of copying the adapted matrices of SmolLM2-135M once in memory, and of packing them for the
+    processor by vLLM's own call, whose result nothing else can write: what `delta` cannot do without."""
+    import torch
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    torch.set_num_threads(threads)
+    sizes = [(HIDDEN + 2 * KV, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN)] * LAYERS
+    bases = [torch.ones(size, dtype=getattr(torch, dtype)) for size in sizes]
+    results, modules = [torch.ones_like(base) for base in bases], [torch.nn.Module() for _ in bases]
+
+    def pack(module: Any, base: torch.Tensor) -> None:
+        module.weight = torch.nn.Parameter(base, requires_grad=False)
+        module.cpu_linear = None
+        dispatch_cpu_unquantized_gemm(module, remove_weight=True)
+
+    def median_of(step: Callable[[Any, torch.Tensor], Any], places: Sequence[Any]) -> float:
+        taken = list[float]()
+        for _ in range(9):
+            begun = time.perf_counter()
+            for place, base in zip(places, bases, strict=True):
+                step(place, base)
+            taken.append(time.perf_counter() - begun)
+        return statistics.median(taken)
+
+    return {"copy_s": median_of(torch.Tensor.copy_, results), "pack_s": median_of(pack, modules)}
 
 
 def measured(run: Run, options: argparse.Namespace) -> dict[str, Any]:
@@ -141,10 +174,14 @@ def main() -> None:
                 loads.append(os.getloadavg()[0])
             report: dict[str, Any] = {"load": loads, "rank": options.rank}
             report |= {way: measured(run, options) for way, run in runs.items()}
+            threads = next(iter(runs.values())).value("generation.threads") or os.cpu_count() or 1
         finally:
             for run in runs.values():
                 run.end()
     first = report[next(iter(runs))]
+    if not options.model:
+        for name, seconds in least_seconds(first["dtype"], threads).items():
+            report |= {name: seconds, f"{name}_of_merged": seconds / first["refit_s"]}
     for way in runs:
         for key, name in (("refit_s", "of_merged"), ("step_s", "step_of_merged"), ("cpu_s", "cpu_of_merged")):
             report[way][name] = report[way][key] / first[key]

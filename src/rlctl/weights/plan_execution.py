@@ -86,7 +86,9 @@ def with_adapter(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """weight + scale * (b @ a), in float32 (into `out`, if given)."""
-    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale, out=out)
+    if out is None:
+        return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
+    return out.copy_(weight).addmm_(b.float(), a.float(), alpha=scale)
 
 
 def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -120,12 +120,11 @@ class WorkerAdapters(ReceivingEnd):
                     dtype = dtype_of(dtype_name(matrix))
                     kept[matrix.param] = torch.empty(first, matrix.columns, dtype=dtype, device=self.device)
         self.weights.keep(kept)
-        narrow = [matrix for matrix in kept.values() if matrix.dtype != torch.float32]
-        self._scratch = torch.empty(
-            max((matrix.numel() for matrix in kept.values()), default=0),
-            dtype=narrow[0].dtype if narrow else torch.float32,
-            device=self.device,
-        )
+        largest = max((matrix.numel() for matrix in kept.values()), default=0)
+        narrow = [matrix.dtype for matrix in kept.values() if matrix.dtype != torch.float32]
+        self._scratch = torch.empty(largest, dtype=narrow[0] if narrow else torch.float32, device=self.device)
+        self._wide = torch.empty(largest if narrow else 0, device=self.device)
+        """A merged matrix before it is rounded."""
 
     def open(self, table: tuple[tuple[str, str, tuple[int, ...]], ...], receive: str) -> None:
         """Make the memory of A and B. `receive`: of no meaning here."""
@@ -196,7 +195,9 @@ class WorkerAdapters(ReceivingEnd):
                 if merged.dtype == torch.float32:
                     with_adapter(base[part.rows], a, b, part.row.scale, out=merged[part.rows])
                 else:
-                    narrow_into(merged[part.rows], with_adapter(base[part.rows], a, b, part.row.scale), self._rounding)
+                    rows = base[part.rows]
+                    wide = with_adapter(rows, a, b, part.row.scale, out=self._wide[: rows.numel()].view(rows.shape))
+                    narrow_into(merged[part.rows], wide, self._rounding)
             for pack in target.packs:
                 pack(merged)
 
