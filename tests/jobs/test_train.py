@@ -400,7 +400,9 @@ def test_adapters_alone_train_as_merged_weights_do(here, tiny_llama, tmp_path, w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sets", [("backend=megatron", "tp=1"), ("backend=dtensor", "tp=2")], ids=["megatron", "dtensor"])
+@pytest.mark.parametrize(
+    "sets", [("backend=megatron", "tp=1"), ("backend=dtensor", "tp=2")], ids=["megatron", "dtensor"]
+)
 def test_adapters_alone_in_bfloat16_have_the_bits_of_merged_weights(here, tiny_llama, tmp_path, sets):
     """The engine rounds base + scale B A to bfloat16 as the trainer does: each refit is compared, and the
     log-probs are those of a run that sends merged weights."""
