@@ -240,6 +240,70 @@ def test_quantized_weights_without_a_reader_are_refused_before_anything_else(
     assert open_model(ModelConfig(name=str(model))).facts.layers == config["num_hidden_layers"]  # its scales are read
 
 
+PACKED = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
+    "bitsandbytes": {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+    },
+}  # fmt: skip
+SCALES = {"awq": 3 / 128, "gptq": 3 / 128, "bitsandbytes": 0.127 / 8}
+"""Bytes of scales and zero points for each weight; QLoRA (arXiv 2305.14314, section 3): 0.127 bits."""
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "tie_word_embeddings": False, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+SIZES = {
+    "8B": {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "num_attention_heads": 32},
+    "32B": {"hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 25600, "num_attention_heads": 64},
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "method", "gpu", "form"),
+    [("8B", "sft", "rtx4090", "awq"), ("8B", "dpo", "rtx4090", "gptq"), ("32B", "sft", "h100", "awq"),
+     ("8B", "sft", "rtx4090", "bitsandbytes"), ("32B", "sft", "a100", "bitsandbytes")],
+)  # fmt: skip
+def test_packed_bases_fit_one_gpu(
+    size: str, method: str, gpu: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An 8B model on one GPU of 24 GB, a 32B model on one of 80 GB. QLoRA's format is planned, and not trained."""
+    values = QWEN3 | SIZES[size]
+    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": PACKED[form]}))
+    command = ["plan", "--method", method, "--model", str(tmp_path), "--gpu", gpu, "--gpus-per-node", "1", "--lora"]
+    code, out, err = rlctl(capsys, *command, "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert plan["runnable"] == (form != "bitsandbytes")
+    hidden, layers, wide, heads = SIZES[size].values()
+    linear = layers * hidden * (2 * 128 * heads + 2 * 1024 + 3 * wide)
+    adapters = layers * 16 * (2 * (hidden + 128 * heads) + 2 * (hidden + 1024) + 3 * (hidden + wide))
+    expected = linear * (1 / 2 + SCALES[form]) + 4 * (2 * 151936 * hidden + adapters)
+    assert plan["memory_gib"]["training"]["weights"] == pytest.approx(expected / 2**30, rel=2e-3)
+    out = rlctl(capsys, *command)[1]
+    assert ("rlctl cannot run this plan yet" in out) == (form == "bitsandbytes")
+    assert ("has no reader of its four-bit floats" in out) == (form == "bitsandbytes")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--algorithm", "grpo", "--lora"], "is quantized (awq), and engines beside a trainer take weights as numbers"),
+        (["--method", "sft"], "training.lora.rank = 0 is refused"),
+        (["--method", "sft", "--lora", "--backend", "megatron"], "the backend megatron trains no packed layers (awq)"),
+        (["--method", "sft", "--lora", "--set", "training.tp=2"], "packed layers are not divided"),
+    ],
+)
+def test_settings_that_do_not_go_with_packed_bases_are_refused_by_name(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = QWEN3 | SIZES["8B"] | {"quantization_config": PACKED["awq"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, _, err = rlctl(capsys, "plan", "--model", str(tmp_path), "--gpu", "h100", "--gpus-per-node", "2", *arguments)
+    assert (code, said in " ".join(err.split())) == (2, True), err
+
+
 JAMBA = {
     "architectures": ["JambaForCausalLM"], "model_type": "jamba", "hidden_size": 128, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "num_experts": 2,

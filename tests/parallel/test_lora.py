@@ -208,7 +208,11 @@ def test_adapters_alone_are_sent_whole(pools: Pools, published: Published, name:
 
 
 STARTS: dict[str, dict[str, Any]] = {
-    "tp2-sp": {"target_modules": ["q_proj", "v_proj", "o_proj", "up_proj"], "rank_pattern": {"up_proj": 5}},
+    "tp2-sp": {
+        "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj"],
+        "rank_pattern": {"up_proj": 5},
+        "dtype": torch.bfloat16,
+    },
     "moe-ep2": {"target_modules": ["q_proj", "k_proj", "o_proj", "gate"], "use_rslora": True},
     "experts-ep2": {"target_modules": "all-linear", "alpha_pattern": {"down_proj": 3}},
     "mla-tp2": {"target_modules": r".*self_attn\..*_proj(_with_mqa)?", "alpha_pattern": {"o_proj": 3}},

@@ -173,8 +173,10 @@ def test_the_plan_says_how_adapters_reach_the_engines(name: str, sets: list[str]
     ],
 )
 def test_a_way_of_adapters_that_cannot_serve_the_run_is_refused(name: str, sets: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as caught:
         adapted_plan(name, *sets)
+    assert caught.value.hint
+    assert ("training.lora.exclude=['*.experts.*']" in caught.value.hint) == (words == "engines stack routed experts")
 
 
 def test_a_kept_base_takes_the_room_of_the_adapted_matrices() -> None:

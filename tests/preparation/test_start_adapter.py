@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.config.load import Resolved
@@ -27,6 +30,12 @@ SOME: dict[str, Any] = {
 def started(adapter: Path, base: Path, *sets: str, told: list[str] | None = None) -> Resolved:
     resolved = resolve(sets=["run.method=sft", f"training.lora.adapter={adapter}", *sets])
     return with_adapter(with_base(resolved), facts_in(base), [].append if told is None else told.append)
+
+
+def edit(adapter: Path, **values: Any) -> None:
+    """Change keys of adapter_config.json."""
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def test_the_settings_of_the_adapter_are_the_runs(tiny_llama: Path, tmp_path: Path) -> None:
@@ -93,8 +102,7 @@ def test_adapters_that_compute_something_else_are_refused(
     tiny_llama: Path, tmp_path: Path, values: dict[str, Any], said: str
 ) -> None:
     adapter = write_adapter(tmp_path / "a", tiny_llama, **SOME)
-    path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    edit(adapter, **values)
     with pytest.raises(InputError, match=said) as caught:
         started(adapter, tiny_llama)
     assert caught.value.exit_code == 2
@@ -105,3 +113,60 @@ def test_adapters_of_other_models_are_refused(tiny_llama: Path, tiny_qwen3_moe: 
     with pytest.raises(RlctlError, match=r"the model has no layer model\.layers\.0\.mlp\.gate") as caught:
         started(adapter, tiny_llama)
     assert str(tiny_qwen3_moe) in str(caught.value.hint)
+
+
+def test_tensors_of_other_shapes_are_refused_before_the_run(
+    tiny_llama: Path, tiny_llama_tied: Path, tmp_path: Path
+) -> None:
+    """Another width of the base, another rank in the configuration, and an embedding with further rows."""
+    wide = transformers.AutoConfig.from_pretrained(tiny_llama, intermediate_size=192)
+    transformers.AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "wide")
+    adapter = write_adapter(tmp_path / "a", tmp_path / "wide", r=4, target_modules=["up_proj"])
+    with pytest.raises(InputError, match=r"layers\.0\.mlp\.up_proj has A \[4, \d+\] and B \[192, 4\]") as caught:
+        started(adapter, tiny_llama)
+    assert str(caught.value.hint) == f"They are adapters of {tmp_path / 'wide'}."
+    adapter = write_adapter(tmp_path / "b", tiny_llama, r=4, target_modules=["q_proj"])
+    edit(adapter, r=8)
+    with pytest.raises(
+        InputError, match=r"q_proj has A \[4, (\d+)\] and B \[\d+, 4\]; the model and rank 8 take \[8, \1\]"
+    ):
+        started(adapter, tiny_llama)
+    whole = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    adapter = write_adapter(tmp_path / "c", tiny_llama_tied, r=4, target_modules=["q_proj"], **whole)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    name = "base_model.model.model.embed_tokens.weight"
+    rows, hidden = tensors[name].shape
+    save_file(tensors | {name: torch.zeros(rows + 2, hidden)}, adapter / "adapter_model.safetensors")
+    said = rf"embed_tokens \(modules_to_save\) has shape \[{rows + 2}, {hidden}\], and the model's has \[{rows}, "
+    with pytest.raises(InputError, match=said):
+        started(adapter, tiny_llama_tied)
+
+
+def test_files_that_peft_does_not_write_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    """A pickle is never loaded; names without PEFT's prefix are no adapters."""
+    adapter = write_adapter(tmp_path / "a", tiny_llama, r=4, target_modules=["q_proj"])
+    weights = adapter / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    save_file({name.removeprefix("base_model.model."): value for name, value in tensors.items()}, weights)
+    with pytest.raises(InputError, match=r"q_proj\.lora_A\.weight .* is not named as PEFT saves adapters"):
+        started(adapter, tiny_llama)
+    weights.unlink()
+    torch.save(tensors, adapter / "adapter_model.bin")
+    with pytest.raises(InputError, match=r"has no adapter_model\.safetensors") as caught:
+        started(adapter, tiny_llama)
+    assert "Load it with PEFT and save it again" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("lora", "targets"),
+    [
+        ({"target_modules": ["q_proj"], "fan_in_fan_out": True}, ("q_proj",)),  # PEFT turns it off for linear layers
+        ({"target_modules": ["q_proj"], "layers_to_transform": 0}, ("model.layers.0.self_attn.q_proj",)),
+        ({}, ("q_proj", "v_proj")),  # PEFT's default
+    ],
+)
+def test_settings_that_only_choose_layers_are_read(
+    tiny_llama: Path, tmp_path: Path, lora: dict[str, Any], targets: tuple[str, ...]
+) -> None:
+    adapter = write_adapter(tmp_path / "a", tiny_llama, dtype=torch.bfloat16, r=2, **lora)
+    assert tuple(started(adapter, tiny_llama).config.training.lora.targets) == targets

@@ -103,10 +103,18 @@ PEFT = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: [mine.py:brief
 @pytest.mark.parametrize(
     ("method", "more", "rank", "targets", "dropout"),
     [
-        ("sft", "", 16, ("attention", "mlp"), 0.05),
+        ("sft", "", 16, "peft-default", 0.05),
         ("dpo", "lora_r: 8\nlora_dropout: 0.1\nlora_target_modules: [q_proj, v_proj]\n", 8, ("q_proj", "v_proj"), 0.1),
         ("kto", "lora_dropout: 0.0\nlora_target_modules: all-linear\n", 16, "all-linear", 0.0),
-        ("grpo", "lora_dropout: 0.1\n", 16, ("attention", "mlp"), 0.0),
+        ("grpo", "lora_dropout: 0.1\n", 16, "peft-default", 0.0),
+        ("sft", "lora_target_parameters: [experts.down_proj]\n", 16, ("peft-default", "experts.down_proj"), 0.05),
+        (
+            "sft",
+            "lora_target_modules: [k_proj]\nlora_target_parameters: [mlp.gate.weight]\n",
+            16,
+            ("k_proj", "mlp.gate.weight"),
+            0.05,
+        ),
         ("sft", "use_peft: false\nlora_dropout: 0.1\n", 0, ("attention", "mlp"), 0.0),
     ],
 )

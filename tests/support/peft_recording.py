@@ -39,15 +39,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "experts-rslora": {"target_modules": ["gate_proj", "up_proj", "down_proj"], "use_rslora": True},
     "fused": {"target_modules": ["qkv_proj", "gate_up_proj"]},
+    "unnamed": {},
+    "unnamed-with-parameters": {"target_parameters": ["experts.down_proj"]},
 }  # fmt: skip
 """Keyword arguments of PEFT's LoraConfig beside r = 4 and lora_alpha = 8."""
 CASES = {
     "llama": ("names", "whole-names", "all-linear", "expression", "exclude-names", "exclude-expression", "patterns",
-              "rslora"),
+              "rslora", "unnamed"),
     "qwen3-moe": ("names", "all-linear", "experts-by-names", "experts-by-parameters", "experts-rslora", "patterns"),
     "deepseek-v3": ("all-linear", "exclude-names") ,
     "gpt-oss": ("names", "all-linear", "experts-by-parameters"),
-    "gpt-neox": ("all-linear",),
+    "gpt-neox": ("all-linear", "unnamed"),
+    "gemma3": ("unnamed",),
+    "mixtral": ("unnamed-with-parameters",),
     "phi3": ("fused", "all-linear"),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import pytest
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
+from rlctl.models.families import families
+from rlctl.models.peft_defaults import TARGETS, peft_targets
 from rlctl.settings.training import LoraConfig
 from rlctl.weights.adapter_sites import places, saved_whole, sites
 from support.family_models import hf_model
@@ -34,7 +37,7 @@ def settings(family: str, name: str) -> LoraConfig:
     values = dict(SETTINGS[name])
     if family == "deepseek-v3" and name == "exclude-names":
         values = {"target_modules": ["q_a_proj", "kv_b_proj", "o_proj"], "exclude_modules": ["1.self_attn.o_proj"]}
-    targets = values.pop("target_modules")
+    targets = values.pop("target_modules", ["peft-default"])
     targets = [*targets, *values.pop("target_parameters", ())] if isinstance(targets, list) else targets
     renamed = {"exclude_modules": "exclude", "use_rslora": "rslora"}
     ours: dict[str, Any] = {renamed.get(key, key): value for key, value in values.items()}
@@ -53,6 +56,27 @@ def test_sites_are_those_of_peft(family: str, name: str, facts_of: Callable[[str
         module: numbers for module, numbers in found.items() if module not in dropped
     }
     assert bool(dropped) == (family == "deepseek-v3" and name == "all-linear")
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+def test_a_family_without_a_default_of_peft_is_refused(family: str, facts_of: Callable[[str], ModelFacts]) -> None:
+    """PEFT's table has Mixtral, and PEFT 0.21.2 on transformers 5 finds no layers for it."""
+    peft = pytest.importorskip("peft")
+    with pytest.raises(
+        ConfigError, match=r"targets = peft-default: PEFT has no default layers for (qwen3_moe|mixtral)"
+    ):
+        sites(facts_of(family), LoraConfig(rank=4, targets="peft-default"))
+    with pytest.raises(ValueError, match="target_modules"):
+        peft.get_peft_model(copy.deepcopy(hf_model(family)), peft.LoraConfig(r=4, task_type="CAUSAL_LM"))
+
+
+def test_default_layers_of_families_are_those_of_peft() -> None:
+    """`model_type` of each family's tiny model, in the table of PEFT."""
+    table = pytest.importorskip("peft.utils").TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    for family in families():
+        model_type = family.tiny.get("model_type", "llama")
+        assert peft_targets(family.name) == tuple(table.get(model_type, ())) or family.name == "mixtral", family.name
+    assert {name: list(names) for name, names in TARGETS.items()} == {name: table.get(name) for name in TARGETS}
 
 
 @pytest.mark.slow

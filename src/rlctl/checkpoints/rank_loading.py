@@ -98,6 +98,7 @@ def peft_adapters(directory: Path, facts: ModelFacts, lora: LoraConfig) -> PeftA
     from rlctl.checkpoints.conversion.peft_tensors import adapters_of_tensors
     from rlctl.checkpoints.hf.peft_files import read_peft_config, read_whole
     from rlctl.weights.adapter_sites import saved_whole, sites
+    from rlctl.weights.dtensor import module_layout
 
     config = read_peft_config(directory)
     stored = adapters_of_tensors(config, facts, directory, whole_modules=True)
@@ -109,6 +110,13 @@ def peft_adapters(directory: Path, facts: ModelFacts, lora: LoraConfig) -> PeftA
         )
     modules = read_whole(config)
     whole = {param: modules[param.removesuffix(".weight")] for param in saved_whole(facts, lora)}
+    shapes = module_layout(facts, "float32").params
+    if other := next((param for param, value in whole.items() if tuple(value.shape) != shapes[param].shape), None):
+        raise InputError(
+            f"training.lora.adapter: {other} of {directory} has shape {list(whole[other].shape)}, and the model's has "
+            f"{list(shapes[other].shape)}.",
+            "Name the model that it was trained on.",
+        )
     return PeftAdapter({name: (pair.a, pair.b) for name, pair in stored.items()}, whole)
 
 

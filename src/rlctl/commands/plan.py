@@ -168,6 +168,7 @@ def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
 
 def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
     from rlctl.jobs.backend_arguments import BackendArguments, differences
+    from rlctl.models.quantized_base import is_only_planned
     from rlctl.planner.make_plan import refuse_unrunnable
     from rlctl.planner.views.explain import explain as arithmetic
     from rlctl.planner.views.render import plan_json, plan_text, wrapped
@@ -176,11 +177,12 @@ def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -
     name = resolved.config.model.name or ""
     planned = resolved.with_plan(made)
     try:
-        workers = planned_workers(planned.config, made.facts, made, Path(name), None)
+        arguments = BackendArguments.of(planned_workers(planned.config, made.facts, made, Path(name), None))
     except ConfigError:
-        refuse_unrunnable(made)  # names what each backend lacks
-        raise
-    arguments = BackendArguments.of(workers)
+        if not is_only_planned(made.facts):
+            refuse_unrunnable(made)  # names what each backend lacks
+            raise
+        arguments = BackendArguments(())
     pinned = arguments.pinned(planned)
     from rlctl.planner.views.bottlenecks import improvements, improvements_text, limits
 

@@ -101,6 +101,8 @@ def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
         problems.append(Problem("training.etp", f"FSDP2 has experts divided as training.tp = {tp} divides the rest"))
     elif tp > 1 and has_file(facts.family) and (reason := _computed_whole(facts)):
         problems.append(Problem("training.tp", reason))
+    if facts.quantized is not None and tp > 1:
+        problems.append(Problem("training.tp", "packed layers are not divided; ranks of training.dp each hold all"))
     if facts.vocab % tp:
         problems.append(Problem("training.tp", f"a vocabulary of {facts.vocab:,} does not split over {tp} ranks"))
     if tp > 1 and not parallel.sequence_parallel:
@@ -173,6 +175,8 @@ def float8_problems(facts: ModelFacts, parallel: ParallelSpec) -> Iterator[Probl
 
 def family_problem(facts: ModelFacts, backend: str | None) -> str | None:
     """Return why `backend` (None: engines) cannot use the family, as a clause; None: it can."""
+    if facts.quantized is not None and backend == "megatron":
+        return f"model.name: the backend megatron trains no packed layers ({facts.quantized.method}); dtensor does"
     if has_file(facts.family):
         return None
     missing = "" if facts.listed else why_not_built(facts.family)

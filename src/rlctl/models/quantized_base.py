@@ -149,6 +149,11 @@ def refuse_unread(base: QuantizedBase) -> None:
         )
 
 
+def is_only_planned(facts: ModelFacts) -> bool:
+    """Return whether a model's format has a plan, and no reader."""
+    return facts.quantized is not None and facts.quantized.method in NO_READER
+
+
 def packed_tensors(facts: ModelFacts) -> dict[str, tuple[int, int]]:
     """Return the published tensors that are packed and their shapes [outputs, inputs], in the order of the model."""
     return {} if facts.quantized is None else _packed(facts)

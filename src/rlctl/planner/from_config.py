@@ -387,6 +387,7 @@ def plan_from_config(
     pins = pins_from_config(config)
     if workload.trains:
         _require_effects(config, facts, pins)
+        _require_packed(config, facts, workload)
     constants, engine = DEFAULTS, PLAIN_ENGINE
     if with_engines := config.engine_settings:
         require_mover(with_engines, pins, trains=workload.trains)
@@ -469,6 +470,24 @@ def _require_effects(config: RlctlConfig, facts: ModelFacts, pins: Mapping[str, 
     for section, needed, flag in lacking:
         if idle := [key for key in pins if key.startswith(section)]:
             raise ConfigError(f"{idle[0]} = {pins[idle[0]]} has no effect: there is {needed}.", f"Name one: {flag}.")
+
+
+def _require_packed(config: RlctlConfig, facts: ModelFacts, workload: Workload) -> None:
+    """Raise ConfigError for methods and settings with which packed layers are not trained."""
+    if facts.quantized is None:
+        return
+    packed = f"{config.model.name} is quantized ({facts.quantized.method})"
+    if workload.engines:
+        raise ConfigError(
+            f"{packed}, and engines beside a trainer take weights as numbers only: they would have to keep the packed "
+            "base and take adapters alone.",
+            "Train on texts (`rlctl train sft`, `dpo`), which needs no engines, or use the model without quantization.",
+        )
+    if not config.training.lora.rank:
+        raise ConfigError(
+            f"training.lora.rank = 0 is refused: {packed}, so that only adapters train.",
+            "Add --lora, or use the model without quantization.",
+        )
 
 
 def packed_matrix_bytes(facts: ModelFacts) -> float | None:

@@ -11,6 +11,8 @@ from rlctl.models.families import has_file
 from rlctl.planner.choice import LoraChoice
 from rlctl.settings.config import EngineConfig, RlctlConfig
 
+EXPERTS_REFUSED = "engines stack routed experts, which rlctl adds no adapters to"
+
 
 class Refit(NamedTuple):
     """A way and its rule."""
@@ -46,6 +48,8 @@ def choose_refit(
     )
     if refused:
         hint = "Set training.lora.refit=merged." if why_not else "Set training.lora.refit=delta."
+        if why_not == EXPERTS_REFUSED:
+            hint = "Set training.lora.refit=merged, or leave them out: training.lora.exclude=['*.experts.*']."
         raise ConfigError(f"training.lora.refit = {pinned} is refused: {refused}.", hint)
     if pinned == "adapters":
         return [Refit("adapters", "")]
@@ -70,7 +74,7 @@ def why_no_delta(config: EngineConfig, facts: ModelFacts, adapters: LoraChoice) 
     if any(adapters.tables):
         return "modules that are trained whole (training.lora.modules_to_save) are sent with all weights"
     if any(kind.split == "experts" for kind in adapters.kinds):
-        return "engines stack routed experts, which rlctl adds no adapters to"
+        return EXPERTS_REFUSED
     if not has_file(facts.family):
         return "where vLLM stores the matrices of this model family is known only once an engine runs"
     return ""

@@ -48,7 +48,7 @@ def locate(named_run: Named, tell: Tell, *, assume: str | None, held_adapters: i
 
 def locate_published(named_run: Named, tell: Tell, *, held_adapters: int = 1) -> Located:
     """Take the facts from the catalog if it has the models, without their files. For runs that are only planned."""
-    facts = published_facts(named_run.config.model, tell)
+    facts = published_facts(named_run.config.model, tell, planned=True)
     resolved = with_adapter(_with_format(named_run.resolved, facts, tell, ASSUMED_GPU), facts, tell)
     teachers = published_teachers(named_run.config, tell)
     return Located(resolved, named_run.method, facts, teachers, ASSUMED_GPU, held_adapters=held_adapters)

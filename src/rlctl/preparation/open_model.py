@@ -132,9 +132,11 @@ def open_model(
     return NamedModel(files, facts)
 
 
-def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_alone: bool = False) -> ModelFacts:
+def published_facts(
+    model: ModelConfig, tell: Tell = lambda _: None, *, engines_alone: bool = False, planned: bool = False
+) -> ModelFacts:
     """Return the facts of a model without its weights: from a local directory's configuration, the catalog, or the
-    hub's configuration, in this order.
+    hub's configuration, in this order. `planned` allows quantized weights that rlctl plans and cannot train.
 
     Raises InputError with similar catalog names for an unknown model, and for models that `open_model` refuses.
     """
@@ -156,7 +158,7 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
             error.message, f"Known without a download: {', '.join(close)}." if close else error.hint
         ) from error
     if files.megatron is None and not engines_alone:
-        refuse_quantized(files.directory)
+        refuse_quantized(files.directory, planned=planned)
     if files.note:
         tell(files.note)
     return _repositioned(facts_in(files.directory), model)

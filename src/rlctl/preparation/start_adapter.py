@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.checkpoints.hf.hf_files import ADAPTERS
-from rlctl.checkpoints.hf.peft_files import PeftConfig, read_peft_config, targets_in
+from rlctl.checkpoints.hf.peft_files import (
+    PeftConfig,
+    modules_in,
+    peft_shapes,
+    read_peft_config,
+    target_of,
+    targets_in,
+    whole_in,
+)
 from rlctl.checkpoints.model_files import Tell
 from rlctl.config.load import DEFAULT, Resolved
 from rlctl.config.sources import Value
@@ -15,7 +23,8 @@ from rlctl.errors import ConfigError, InputError, listed
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import has_file
 from rlctl.settings.training import LoraConfig
-from rlctl.weights.adapter_sites import Sites, by_pattern, places, sites
+from rlctl.weights.adapter_sites import Place, Sites, by_pattern, places, sites
+from rlctl.weights.dtensor import module_layout
 
 PREFIX = "training.lora."
 SAME = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora"}
@@ -88,12 +97,12 @@ def _numbers(adapter: PeftConfig) -> dict[str, Any]:
 def _layers(adapter: PeftConfig, facts: ModelFacts) -> dict[str, Any]:
     """Return targets and patterns for the adapter's layers: PEFT's, where they mean these layers, else all names."""
     stored = targets_in(adapter)
-    known = {place.module for place in places(facts)}
-    if lost := sorted(stored.keys() - known):
+    known = {place.module: place for place in places(facts)}
+    if lost := sorted(stored.keys() - known.keys()):
         raise InputError(
-            f"{adapter.label}: the model has no layer {lost[0]} that rlctl can put an adapter on.",
-            f"They are adapters of {adapter.base}." if adapter.base else "Name the model that they were trained on.",
+            f"{adapter.label}: the model has no layer {lost[0]} that rlctl can put an adapter on.", _owner(adapter)
         )
+    _require_shapes(adapter, known, facts)
     modules, parameters = (adapter.values.get(key) or () for key in ("target_modules", "target_parameters"))
     by_config = modules if isinstance(modules, str) else sorted({*modules, *parameters})
     exclude = adapter.values.get("exclude_modules") or ()
@@ -109,6 +118,34 @@ def _layers(adapter: PeftConfig, facts: ModelFacts) -> dict[str, Any]:
         f"{adapter.label}: its layers have ranks or alphas that {ADAPTERS} does not give them.",
         "Save it again with PEFT.",
     )
+
+
+def _require_shapes(adapter: PeftConfig, known: Mapping[str, Place], facts: ModelFacts) -> None:
+    """Raise InputError for tensors of another shape than the model and the ranks take, by the file's header."""
+    stored = modules_in(adapter, whole_modules=True)
+    for module, pair in stored.items():
+        target = target_of(module, stored, adapter)
+        place, rank = known[target.removesuffix(".weight")], adapter.rank_of(target)
+        shapes = pair["A"].shape, pair["B"].shape
+        if shapes != (wanted := peft_shapes(place, rank)):
+            raise InputError(
+                f"{adapter.label}: {target} has A {list(shapes[0])} and B {list(shapes[1])}; the model and rank {rank} "
+                f"take {list(wanted[0])} and {list(wanted[1])}.",
+                _owner(adapter),
+            )
+    params = module_layout(facts, "float32").params
+    for module, tensor in whole_in(adapter).items():
+        spec = params.get(f"{module}.weight")
+        if spec is not None and tensor.shape != spec.shape:
+            raise InputError(
+                f"{adapter.label}: {module} (modules_to_save) has shape {list(tensor.shape)}, and the model's has "
+                f"{list(spec.shape)}.",
+                _owner(adapter),
+            )
+
+
+def _owner(adapter: PeftConfig) -> str:
+    return f"They are adapters of {adapter.base}." if adapter.base else "Name the model that they were trained on."
 
 
 def _patterns(adapter: PeftConfig, stored: Mapping[str, str]) -> dict[str, Any]:

@@ -222,12 +222,6 @@ def planned_workers(
 
     Raises ConfigError if a backend refuses the configuration.
     """
-    if facts.quantized is not None and plan.generation is not None:
-        raise ConfigError(
-            f"{config.model.name} is quantized ({facts.quantized.method}), and engines beside a trainer take weights "
-            "as numbers only: they would have to keep the packed base and take adapters alone.",
-            "Train on texts (`rlctl train sft`, `dpo`), which needs no engines, or use the model without quantization.",
-        )
     policy = replace(planned_policy(config, facts, plan, method), model_dir=model_dir)
     max_length = max_length or config.model.max_length or plan.workload.max_length
     engines, pairs = None, isinstance(method, PacksWholeGroups)

@@ -47,9 +47,10 @@ class LoraConfig(Section):
     """Scale of the adapters, as alpha / rank (`rslora`: alpha / sqrt(rank))."""
     targets: Annotated[str | Annotated[tuple[str, ...], Field(min_length=1)], Unloadable()] = ("attention", "mlp")
     """Layers with adapters: a list of `attention` and `mlp` (projections of attention, and of MLPs, dense and shared
-    experts), `all-linear` (PEFT's word: also routers, routed experts and the down projections of latent attention), and
-    names of layers or ends of names as in PEFT's `target_modules` and `target_parameters` (`q_proj`); or one regular
-    expression that matches whole names."""
+    experts), `all-linear` (PEFT's word: also routers, routed experts and the down projections of latent attention),
+    `peft-default` (the layers that PEFT adapts in this type of model where none are named, mostly q_proj and v_proj),
+    and names of layers or ends of names as in PEFT's `target_modules` and `target_parameters` (`q_proj`); or one
+    regular expression that matches whole names."""
     exclude: Annotated[str | tuple[str, ...], Unloadable()] = ()
     """Layers of the targets without adapters, named in the same way; entries may also be shell patterns
     (`*.out_proj`)."""

@@ -19,6 +19,7 @@ from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import Role
+from rlctl.models.peft_defaults import peft_targets
 from rlctl.models.vision import VISION_FAMILIES
 from rlctl.weights.dtensor import module_layout
 from rlctl.weights.layout import Shape
@@ -35,6 +36,8 @@ ADAPTABLE = ATTENTION | MLP | LATENT | EXPERTS | {Role.ROUTER, Role.OTHER}
 GROUPS = {"attention": ATTENTION, "mlp": MLP}
 """The words of `training.lora.targets` that stand for kinds of matrices."""
 ALL_LINEAR = "all-linear"
+PEFT_DEFAULT = "peft-default"
+"""The word of `training.lora.targets` for the layers that PEFT adapts where nobody names any."""
 MLP_NAME = re.compile(r"mlp|feed_?forward|ffn|ff_layer|(?<![a-z])fc_?\d", re.IGNORECASE)
 """Names of MLPs in transformers. Other linear layers of families without a file count as attention."""
 HEAD_NAME = "lm_head"
@@ -135,10 +138,25 @@ class Sites:
 
 def sites(facts: ModelFacts, lora: LoraConfig) -> Sites:
     """Return the sites that settings name. Raises ConfigError for names and patterns of no layer."""
-    targets = lora.targets if isinstance(lora.targets, str) else tuple(lora.targets)
+    targets = _with_default(facts, lora.targets if isinstance(lora.targets, str) else tuple(lora.targets))
     exclude = lora.exclude if isinstance(lora.exclude, str) else tuple(lora.exclude)
     ranks, alphas = tuple(lora.rank_pattern.items()), tuple(lora.alpha_pattern.items())
     return _sites(facts, lora.rank, lora.alpha, targets, exclude, ranks, alphas, lora.rslora)
+
+
+def _with_default(facts: ModelFacts, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """Return targets with PEFT's names in place of `peft-default`. Raises ConfigError where PEFT has none, and nothing
+    else is named; PEFT itself then raises."""
+    entries = (targets,) if isinstance(targets, str) else targets
+    if PEFT_DEFAULT not in entries:
+        return targets
+    named = (*peft_targets(facts.family), *(entry for entry in entries if entry != PEFT_DEFAULT))
+    if not named:
+        raise ConfigError(
+            f"training.lora.targets = {PEFT_DEFAULT}: PEFT has no default layers for {facts.family}.",
+            f"Name the layers ([q_proj, v_proj]), or set it to {ALL_LINEAR} or [attention, mlp].",
+        )
+    return named
 
 
 @lru_cache(maxsize=32)
@@ -243,6 +261,12 @@ def dropout_problem(facts: ModelFacts, lora: LoraConfig) -> str:
             kind = "stacks routed experts" if site.place.is_expert else "is a router"
             return f"{site.module} {kind}, whose adapters have no dropout, as in PEFT"
     return ""
+
+
+def frozen_router_problem(freezes: bool, places: Iterable[Place]) -> str:
+    """Return why `training.freeze_router` (`freezes`) does not go with adapters on `places`; empty: it does."""
+    router = next((place for place in places if freezes and place.role is Role.ROUTER), None)
+    return f"training.lora.targets has an adapter on the router {router.module}" if router else ""
 
 
 def by_pattern(patterns: Mapping[str, Any], names: Iterable[str], usual: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlctl.backends.base import PolicySpec
+from rlctl.backends.lookup import policy_backend
 from rlctl.backends.megatron.backend import refuse_wrong_numbers
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
@@ -137,3 +138,21 @@ def test_experts_that_are_published_in_one_tensor_have_no_adapters() -> None:
     refuse_wrong_numbers(PolicySpec(replace(single, layers=1), lora=lora))
     with pytest.raises(ConfigError, match=r"targets is refused: .*experts\.gate_up_proj is published in one tensor"):
         refuse_wrong_numbers(PolicySpec(replace(stacked, layers=1), lora=lora))
+    divided = PolicySpec(
+        replace(stacked, layers=1), lora=lora, parallel=ParallelSpec(tp=2, etp=2, sequence_parallel=True)
+    )
+    with pytest.raises(ConfigError, match=r"training\.tp = 2 is refused: adapters on .*gate_up_proj") as caught:
+        policy_backend("dtensor").require(divided)
+    assert "megatron" not in str(caught.value.hint)
+    assert "Set training.tp=1" in str(caught.value.hint)
+    policy_backend("dtensor").require(replace(divided, parallel=ParallelSpec(ep=2, dp=2)))
+
+
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_a_router_with_an_adapter_is_not_frozen(backend: str) -> None:
+    facts = lookup("Qwen/Qwen3-30B-A3B")
+    assert facts is not None
+    spec = PolicySpec(replace(facts, layers=1), lora=LoraConfig(rank=4, targets=("mlp.gate",)), freeze_router=True)
+    with pytest.raises(ConfigError, match=r"training\.freeze_router is refused: .*adapter on the router .*mlp\.gate"):
+        policy_backend(backend).require(spec)
+    policy_backend(backend).require(replace(spec, freeze_router=False))

@@ -24,7 +24,7 @@ from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.quantized import quantization_problems
-from rlctl.weights.adapter_sites import Site, dropout_problem, sites
+from rlctl.weights.adapter_sites import Site, dropout_problem, frozen_router_problem, sites
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.megatron_names import Experts, Spec
 
@@ -95,6 +95,10 @@ def refuse_wrong_numbers(spec: PolicySpec) -> None:
         )
     for key, cause in _adapter_problems(spec) if spec.lora.rank else ():
         raise ConfigError(f"training.lora.{key} is refused: {cause}.", "Change it, or use --backend dtensor.")
+    adapted = [site.place for site in sites(spec.facts, spec.lora).all] if spec.lora.rank else []
+    if cause := frozen_router_problem(spec.freeze_router, adapted):
+        hint = "Turn it off, or leave routers out with training.lora.exclude."
+        raise ConfigError(f"training.freeze_router is refused: {cause}.", hint)
     if cause := _attention_factor_problem(spec.facts):
         raise ConfigError(f"model.name: {cause}.", "Train it with --backend dtensor.")
     for key, reason in _wrong(spec):

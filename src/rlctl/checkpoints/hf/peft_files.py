@@ -7,13 +7,15 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.hf.hf_files import ADAPTERS, read_object
 from rlctl.checkpoints.hf.safetensors_files import StoredTensor, read_header
 from rlctl.errors import InputError
-from rlctl.weights.adapter_sites import by_pattern
+from rlctl.weights.adapter_sites import Place, by_pattern
+from rlctl.weights.layout import Shape
 
 if TYPE_CHECKING:
     import torch
@@ -168,13 +170,25 @@ def read_pairs(config: PeftConfig, *, whole_modules: bool = False) -> dict[str, 
     return {module: (tensors[pair["A"].name], tensors[pair["B"].name]) for module, pair in modules.items()}
 
 
+def whole_in(config: PeftConfig) -> dict[str, StoredTensor]:
+    """Return the tensors of modules that were trained whole (`modules_to_save`) by module, from the file's header."""
+    header = read_header(config.directory / WEIGHTS)
+    return {key.removeprefix(PREFIX).removesuffix(".weight"): header[key] for key in header if _is_whole(config, key)}
+
+
 def read_whole(config: PeftConfig) -> dict[str, torch.Tensor]:
     """Read the tensors of modules that were trained whole (`modules_to_save`) by module."""
     from safetensors.torch import load_file
 
     tensors = load_file(config.directory / WEIGHTS)
-    names = {key: key.removeprefix(PREFIX).removesuffix(".weight") for key in tensors if _is_whole(config, key)}
-    return {module: tensors[key] for key, module in names.items()}
+    return {module: tensors[tensor.name] for module, tensor in whole_in(config).items()}
+
+
+def peft_shapes(place: Place, rank: int) -> tuple[Shape, Shape]:
+    """Return the shapes of A and B in PEFT's files: [r, I] and [O, r], and of E experts [E r, I] and [O, r E]."""
+    experts = place.shape[0] if place.is_expert else 1
+    outputs = place.shape[-1] if place.transposed else prod(place.shape[1 if place.is_expert else 0 : -1])
+    return (experts * rank, place.inputs), (outputs, experts * rank)
 
 
 def _is_whole(config: PeftConfig, key: str) -> bool:
@@ -199,4 +213,9 @@ def _unsupported(config: PeftConfig, name: str) -> InputError:
         return InputError(f"{subject} has trained rows of the embedding (trainable_token_indices).", MERGE_FIRST)
     if "lora_embedding" in name or name.endswith(SKIPPED):
         return InputError(f"{subject} belongs to an adapter of an embedding or of the output layer.", MERGE_FIRST)
+    if ".lora_" in name:
+        return InputError(
+            f"{subject} is not named as PEFT saves adapters of linear layers ({PREFIX}MODULE.lora_A.weight).",
+            "Load it with PEFT and save it again, or rename its tensors.",
+        )
     return InputError(f"{subject} is a whole tensor (modules_to_save), and no adapter.", MERGE_FIRST)

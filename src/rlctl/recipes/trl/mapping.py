@@ -26,6 +26,7 @@ _COMMON: dict[str, Any] = {
     "lora_r": 16,
     "lora_alpha": 32,
     "lora_dropout": 0.05,
+    "lora_target_modules": None,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": _COMMON
@@ -264,6 +265,19 @@ def preference_loss(leaf: Leaf) -> None:
         leaf.say("not yet", f"rlctl knows {', '.join(kinds)}, and sigmoid with sft", "preference.loss")
 
 
+def adapted_layers(leaf: Leaf) -> None:
+    """Map the layers with adapters. TRL gives PEFT no `target_modules` for none, and PEFT then takes those of the
+    model's type."""
+    modules, parameters = leaf.value, leaf.get("lora_target_parameters") or []
+    if not parameters:
+        leaf.map("training.lora.targets", "peft-default" if modules is None else modules)
+    elif isinstance(modules, str):
+        reason = "lora_target_modules is one pattern, beside lora_target_parameters: name all layers in a list"
+        leaf.say("not yet", reason, "training.lora.targets")
+    else:
+        leaf.map("training.lora.targets", [*(["peft-default"] if modules is None else modules), *parameters])
+
+
 OFF = "LoRA is off"
 KERNELS = without("rlctl chooses kernels by itself; results are the same")
 ENGINES = without("completions always come from vLLM, which the planner places")
@@ -287,23 +301,11 @@ _ALL: dict[str, Rule] = {
     "lora_r": when("use_peft", to("training.lora.rank"), OFF),
     "lora_alpha": when("use_peft", to("training.lora.alpha"), OFF),
     "lora_dropout": when("use_peft", to("training.lora.dropout"), OFF),
-    "lora_target_modules": when(
-        "use_peft",
-        when(
-            lambda leaf: leaf.value is not None,
-            to("training.lora.targets"),
-            differs(
-                reason="PEFT names layers by the model's type, mostly q_proj and v_proj; rlctl adapts all of layers"
-            ),
-        ),
-        OFF,
-    ),
+    "lora_target_modules": when("use_peft", adapted_layers, OFF),
+    "lora_target_parameters": without("read with lora_target_modules"),
     "use_rslora": when("use_rslora", to("training.lora.rslora"), without("what rlctl does")),
     "lora_modules_to_save": when(
         "lora_modules_to_save", to("training.lora.modules_to_save"), without("what rlctl does")
-    ),
-    "lora_target_parameters": only(
-        None, reason="stacks of experts are named beside layers", settled_by="training.lora.targets"
     ),
     **each(
         "use_dora load_in_8bit load_in_4bit",
