@@ -31,7 +31,7 @@ from support.family_models import hf_model as family_model
 from support.lora_cases import LORA, adapted, adapters_of, expected, policy_of, run_family, run_saved, settings
 from support.parallel_cases import WEIGHT, assemble, model_of, of_family, of_modules, run_case
 from support.parallel_families import make_batch as family_batch
-from support.peft_models import TOKENS, base_model, logprobs, with_adapter
+from support.peft_models import TOKENS, base_model, engine_logprobs, logprobs, with_adapter
 from support.pool import Pools, Published
 from support.reference_policy import (
     advantage,
@@ -275,6 +275,8 @@ def test_the_peft_library_computes_the_same_with_these_adapters(kind: str) -> No
 def test_peft_computes_the_merged_weights_log_probs_with_exported_adapters(
     pools: Pools, published: Published, tmp_path: Path, kind: str, backend: Literal["dtensor", "megatron"]
 ) -> None:
+    from vllm.lora.peft_helper import PEFTHelper
+
     pytest.importorskip("peft")
     case, run, base = replace(of_modules(kind, dp=2), backend=backend), tmp_path / "run", published(kind)
     model = model_of(case, published)
@@ -285,3 +287,25 @@ def test_peft_computes_the_merged_weights_log_probs_with_exported_adapters(
     wanted = logprobs(base_model(tmp_path / "merged"), tokens)
     assert not close(logprobs(base_model(base), tokens), wanted, 0.01)
     assert close(logprobs(with_adapter(base, tmp_path / "adapters"), tokens), wanted, 1e-5)
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    engine = PEFTHelper.from_dict(config)
+    for module, (rank, scale) in adapted(case.kind).items():
+        named = module.replace(".experts.gate_up_proj", ".experts.base_layer").replace(".experts.down_proj", ".experts")
+        assert engine.get_rank_and_scaling(named) == (rank, pytest.approx(scale)), module
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+@pytest.mark.slow
+@pytest.mark.guard
+def test_an_engine_computes_the_merged_weights_log_probs_with_exported_adapters(
+    pools: Pools, published: Published, tmp_path: Path, backend: Literal["dtensor", "megatron"]
+) -> None:
+    """vLLM's LoRA slots read the directory that `--adapter-only` writes."""
+    case, run, base = replace(of_modules("qwen3", dp=2), backend=backend), tmp_path / "run", published("qwen3")
+    pools(2).run(run_saved, case, model_of(case, published), make_batch(), policy_of(run, base, settings(case.kind)))
+    assert megatron_to_hf(run, tmp_path / "merged").verified
+    assert megatron_to_peft(run, tmp_path / "adapters").verified
+    tokens = tuple(token % hf_model("qwen3").config.vocab_size for token in TOKENS)
+    wanted = logprobs(base_model(tmp_path / "merged"), tokens)
+    assert not close(logprobs(base_model(base), tokens), wanted, 0.01)
+    assert float((engine_logprobs(base, tmp_path / "adapters", tokens) - wanted).abs().max()) < 1e-5

@@ -15,7 +15,7 @@ from rlctl.checkpoints.conversion.merged_adapters import Weighted, combine, merg
 from rlctl.checkpoints.hf.peft_files import read_pairs, read_peft_config
 from rlctl.checkpoints.model_files import ModelFiles
 from rlctl.errors import InputError
-from support.peft_models import base_model, logprobs, peft_library, with_adapter, write_adapter
+from support.peft_models import base_model, engine_logprobs, logprobs, peft_library, with_adapter, write_adapter
 
 LIMIT = 1e-5
 WEIGHTS = (0.7, -0.4)
@@ -115,6 +115,23 @@ def test_adapters_of_experts_are_combined_and_merged(tiny_qwen3_moe: Path, tmp_p
     for name, value in expected.items():
         torch.testing.assert_close(combined[name], value, rtol=1e-5, atol=1e-6, msg=name)
         torch.testing.assert_close(of_files[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.guard
+@pytest.mark.slow
+def test_an_engine_reads_adapters_of_several_ranks_and_their_combination(tiny_llama: Path, tmp_path: Path) -> None:
+    """vLLM's LoRA slots (0.32) read rank_pattern and alpha_pattern as PEFT does."""
+    adapter = write_adapter(
+        tmp_path / "a", tiny_llama, r=4, lora_alpha=8, use_rslora=True,
+        target_modules=["q_proj", "v_proj", "down_proj"], rank_pattern={"q_proj": 2, "1.mlp.down_proj": 8},
+        alpha_pattern={"v_proj": 3},
+    )  # fmt: skip
+    combine([Weighted(read_peft_config(adapter))], tmp_path / "even")
+    wanted = logprobs(with_adapter(tiny_llama, adapter))
+    assert float((logprobs(base_model(tiny_llama)) - wanted).abs().max()) > 0.1
+    for directory in (adapter, tmp_path / "even"):
+        assert float((logprobs(with_adapter(tiny_llama, directory)) - wanted).abs().max()) < LIMIT
+        assert float((engine_logprobs(tiny_llama, directory) - wanted).abs().max()) < LIMIT
 
 
 def test_a_base_in_bfloat16_is_rounded_once(tiny_llama: Path, tmp_path: Path) -> None:

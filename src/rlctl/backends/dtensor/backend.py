@@ -101,7 +101,7 @@ def _of_adapters(spec: PolicySpec) -> Iterator[tuple[str, str, str]]:
     if problem := frozen_router_problem(spec.freeze_router, places):
         yield "training.freeze_router", problem, "Turn it off, or leave routers out with training.lora.exclude."
     for place in places:
-        leave_out = f"Leave it out with training.lora.exclude={place.module.rpartition('.')[2]}."
+        leave_out = f"Leave it out with training.lora.exclude=[{place.module.rpartition('.')[2]}]."
         if place.is_expert and place.param.endswith(".weight"):
             reason = f"{place.module} is a module of stacked matrices, which adapters do not cover"
             yield "training.lora.targets", reason, leave_out

@@ -80,8 +80,6 @@ def megatron_to_peft(
     for key, usual in (("rank", lora.rank), ("alpha", lora.alpha)):
         numbers = {_target(name, parameters): getattr(site, key) for name, (_, site) in adapted.items()}
         config[f"{key}_pattern"] = patterns(numbers, usual)
-        if config[f"{key}_pattern"]:
-            options.tell(f"{CONFIG} has {key}_pattern, which PEFT reads and vLLM's LoRA slots (0.32) ignore")
     pairs = {module_of(name, stacks): pair for name, (pair, _) in adapted.items()}
     tensors = named_for_peft(pairs, dtype) | _named_whole(adapters.whole, facts, dtype)
     if adapters.whole:
@@ -203,20 +201,27 @@ def _target(module: str, parameters: Collection[str]) -> str:
 
 def patterns(values: Mapping[str, float], usual: float) -> dict[str, float]:
     """Return PEFT's rank_pattern or alpha_pattern: numbers other than the `usual` one, by last name parts where all
-    targets of that name have the number, else by whole names."""
+    targets of that name have the number, else by whole names. PEFT matches a parameter's name, and vLLM (0.32) its
+    module's."""
     by_end: dict[str, set[float]] = {}
     for name, value in values.items():
         by_end.setdefault(_end(name), set()).add(value)
     return {
-        re.escape(_end(name) if len(by_end[_end(name)]) == 1 else name): value
+        _pattern(_end(name) if len(by_end[_end(name)]) == 1 else name): value
         for name, value in values.items()
         if value != usual
     }
 
 
+def _pattern(name: str) -> str:
+    module = name.removesuffix(".weight")
+    return re.escape(module) + (r"(\.weight)?" if module != name else "")
+
+
 def _end(name: str) -> str:
-    """Return the last part of a module's name, or the last two of a parameter's."""
-    return ".".join(name.split(".")[-2 if name.endswith(".weight") else -1 :])
+    """Return the last part of a module's name, or the last parts of a parameter's with its module's parent: other
+    modules have the same last part."""
+    return ".".join(name.split(".")[-3 if name.endswith(".weight") else -1 :])
 
 
 def adapter_config(base: Base, modules: list[str], parameters: Collection[str] = ()) -> dict[str, Any]:
