@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +67,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """End the ranks of policies before a test that does not use them."""
+    """Give each test random numbers of its own, and end the ranks of policies before a test that does not use them."""
+    seed = zlib.crc32(item.nodeid.encode())
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
     if "support.pool" in sys.modules and "pools" not in getattr(item, "fixturenames", ()):
         sys.modules["support.pool"].close_pools()
 
