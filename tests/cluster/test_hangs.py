@@ -78,6 +78,8 @@ def test_the_rank_that_others_wait_for_is_named_and_all_stacks_are_kept(ranks, m
     assert begun == {0: 4, 1: 3, 2: 4}
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_limits_follow_the_slowest_call_of_a_method(ranks):
     assert ranks.limit_s("sum_up") == 60
     ranks.call(Rank.sum_up)

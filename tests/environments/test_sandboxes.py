@@ -101,6 +101,8 @@ def running(words: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("how", "reason", "words"),
     [

@@ -60,6 +60,8 @@ def train(model: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("more", "code", "said"),
     [

@@ -269,7 +269,8 @@ def in_another_process(loss: RunLoss, tmp_path: Path) -> dict[str, float]:
     return eval(done.stdout)
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.guard
 def test_an_algorithm_from_a_file_works_in_another_process_after_the_file_is_gone(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(ALGORITHM)
@@ -312,7 +313,8 @@ def test_advantages_of_equal_rewards_are_asked_only_where_such_groups_are_traine
     configured(run={"algorithm": f"{file}:Unbounded"}, filter={"groups": "drop"})
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_users_loss_replaces_the_algorithms_with_its_options_and_metrics(losses: Path, tmp_path: Path) -> None:
     algorithm = configured(loss={"function": f"{losses}:own", "clip_low": 0.5}, advantage={"normalize_std": False})
     assert [metric.name for metric in algorithm.metrics] == ["own/ratio"]
@@ -328,7 +330,8 @@ def test_a_users_loss_replaces_the_algorithms_with_its_options_and_metrics(losse
     assert "clip_fraction" not in sums
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.guard
 def test_the_manifest_follows_the_text_of_the_loss(losses: Path) -> None:
     before = configured(loss={"function": f"{losses}:plain"}).manifest()
     losses.write_text(LOSS + "\n# changed\n")

@@ -146,10 +146,11 @@ CASES |= {
                  "fsdp-one", "fsdp-dp2", "fsdp-tp2", "fsdp-tp2-cp2", "fsdp-tp4-of-2-key-heads")
 }  # fmt: skip
 QUICK |= {"adds-tp2-sp", "adds-gemma-tp2", "adds-fsdp-tp2"}
+KEPT = {"adds-tp2-sp", "adds-fsdp-tp2", "fsdp-experts-ep2", "fsdp-mla-ep2"}
 SAVED |= {f"adds-{name}": replace(SAVED[name], lora=ADDS) for name in ("recompute", "tp2-sp", "fsdp-tp2")}
 
 
-@pytest.mark.parametrize("name", slowly(CASES.keys(), *QUICK))
+@pytest.mark.parametrize("name", slowly(CASES.keys(), *KEPT, guards=QUICK - KEPT))
 def test_adapters_train_as_the_merged_model_does(pools: Pools, published: Published, name: str, tmp_path: Path) -> None:
     case, saved, wanted = CASES[name], None, expected(CASES[name].kind)
     if name in SAVED:

@@ -173,6 +173,8 @@ def containers(runtime: str, place: Path) -> list[Any]:
     return found.stdout.split()
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize("name", ["sum", "words"])
 def test_a_task_is_played_in_a_container_and_its_tests_give_the_reward(
     runtime: str, name: str, tasks: Path, tmp_path: Path
