@@ -190,8 +190,9 @@ class BesideSession:
             self._answered.set()
 
     def _start_early(self, hosts: Sequence[EarlyHost]) -> None:
-        """Start processes in a thread of their own: Ray waits `PATIENCE` for a control process that has died. The
-        thread is not left alone with one that lives: Ray ends a process that uses it after its shutdown."""
+        """Start `hosts` in a second thread, since a call of Ray waits `PATIENCE` for a control process that has died.
+        While the control process lives, the thread is waited for: Ray ends a process that calls it after its shutdown.
+        Raises ClusterError if the control process has died."""
         starting = threading.Thread(target=self.early.start, args=(hosts,), name="early hosts", daemon=True)
 
         def ended() -> None:

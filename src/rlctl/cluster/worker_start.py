@@ -1,6 +1,6 @@
 """A program that a local session runs for each worker in place of Ray's `setup_worker.py`: it sets the worker's
-variables and becomes the worker. Ray's imports Ray first, which takes half a CPU second. Requests that rlctl does not
-make are left to it."""
+variables and becomes the worker. Ray's program imports Ray before, which takes half a CPU second; it is still run for
+what rlctl's workers never ask for (containers, other languages)."""
 
 import json
 import os
@@ -12,7 +12,8 @@ CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
 def become_worker(words: list[str]) -> None:
-    """Take Ray 2.60's arguments: those of the worker, its language, and JSON with its variables and its Python."""
+    """Replace this process by the worker. `words`, as Ray 2.60 gives them: the worker's file and arguments, its
+    language, and JSON with its environment variables and its Python."""
     context = json.loads(next((word.removeprefix(CONTEXT) for word in words if word.startswith(CONTEXT)), "{}"))
     variables, python = context.pop("env_vars", None) or {}, context.pop("py_executable", None) or sys.executable
     if any(context.values()) or f"{LANGUAGE}PYTHON" not in words:

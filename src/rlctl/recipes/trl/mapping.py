@@ -266,8 +266,8 @@ def preference_loss(leaf: Leaf) -> None:
 
 
 def adapted_layers(leaf: Leaf) -> None:
-    """Map the layers with adapters. TRL gives PEFT no `target_modules` for none, and PEFT then takes those of the
-    model's type."""
+    """Map the layers with adapters. If the recipe names none, TRL passes no names on, and PEFT adapts its default
+    layers for the model's type."""
     modules, parameters = leaf.value, leaf.get("lora_target_parameters") or []
     if not parameters:
         leaf.map("training.lora.targets", "peft-default" if modules is None else modules)
