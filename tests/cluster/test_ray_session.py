@@ -400,7 +400,7 @@ def test_processes_of_a_killed_session_end_with_it(tmp_path: Path, whom: str) ->
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     pids = json.loads(killed.stdout)
     assert len(pids) > 3
-    wait_until_gone([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)])
+    wait_until_gone([process for process in psutil.process_iter() if process.pid in pids])
 
 
 def runs(pid: int) -> bool:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rlctl.cli import run
-from support.runs import wait_for
+from support.runs import ended, wait_for
 from support.toy_gym import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.guard]
@@ -67,14 +67,10 @@ def cluster(folder: Path) -> Iterator[None]:
     log, sessions = folder / "head.log", f"/tmp/trial-{os.getpid()}"  # the names of sockets are short
     with log.open("w") as out:
         head = psutil.Popen([*start, "--temp-dir", sessions], stdout=out, stderr=out, env=ENVIRONMENT)
-    try:
+    with ended(head):
         wait_for(_answers, head, log)
         yield
-    finally:
-        for process in [*head.children(recursive=True), head]:
-            process.kill()
-        psutil.wait_procs([head], 30)
-        shutil.rmtree(sessions, ignore_errors=True)
+    shutil.rmtree(sessions, ignore_errors=True)
 
 
 def _answers() -> bool:

@@ -19,6 +19,7 @@ from rlctl.environments.process import EnvironmentHost, EpisodeFailedError
 from rlctl.environments.running_episode import RunningEpisode
 from rlctl.errors import InputError
 from rlctl.settings.rewards import EnvironmentConfig
+from support.processes import is_alive
 from support.vision_models import square
 
 TOYS = Path(__file__).parents[1] / "support" / "toy_environments.py"
@@ -148,7 +149,7 @@ def test_what_an_episode_starts_ends_with_it() -> None:
 
     def started() -> list[psutil.Process]:
         found = [one for one in psutil.Process().children(recursive=True) if one not in others]
-        return [one for one in found if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        return [one for one in found if is_alive(one)]
 
     with hosting("Failing", params={"how": "fork"}) as host:
         before = len(started())

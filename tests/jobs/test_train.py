@@ -12,7 +12,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rlctl.cluster.session_files import family_shared_memory
@@ -22,7 +21,7 @@ from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase
 from rlctl.training.agreement import LIMITS
 from rlctl.training.step_metrics import NAMES_OF_A_STEP
-from support.processes import beyond_loopback, family_of
+from support.processes import beyond_loopback, family_of, is_alive
 from support.runs import (
     LIMIT_S,
     REWARD,
@@ -209,7 +208,7 @@ def test_a_run_opens_nothing_to_others_and_leaves_nothing(tiny_llama, tmp_path, 
         if end == "engine killed":
             next(p for p in family if worker_name(p, run_dir) == "engine-0").kill()
         assert process.wait(LIMIT_S) == {"normal": 0, "interrupt": 130, "engine killed": 1}[end], log.read_text()
-        assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        assert not [one for one in family if is_alive(one)]
     assert [path for path in shared if path.exists()] == []
     assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
     shutil.rmtree(temporary)
@@ -229,7 +228,7 @@ def test_a_run_whose_ray_dies_ends_in_its_own_words(tiny_llama, tmp_path, killed
         family = process.family()
         next(p for p in family if p.name() == killed).kill()
         assert process.wait(LIMIT_S) == 1, log.read_text()
-        assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        assert not [one for one in family if is_alive(one)]
     text, steps = log.read_text(), len(read_metrics(run_dir / "metrics.jsonl"))
     assert said in text
     assert "died during" not in text

@@ -20,6 +20,7 @@ from rlctl.processes.child import PACKAGES
 from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.rewards.scoring_process import ScoringProcess, Work
 from rlctl.settings.rewards import RewardTerm
+from support.processes import is_alive
 
 ROW = PromptRow(0, "data.jsonl, line 1", "q", "a")
 
@@ -62,7 +63,7 @@ def plan_of(directory: Path, code: str) -> RewardPlan:
 
 def ended(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # the init of some containers buries nobody
+        return not is_alive(psutil.Process(pid))  # the init of some containers buries nobody
     except psutil.NoSuchProcess:
         return True
 

@@ -1,4 +1,4 @@
-"""What the processes of a run have open."""
+"""Which processes of a run are alive, and what they have open."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ import psutil
 
 def family_of(process: psutil.Process) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs still; one that nobody has buried does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def listening(processes: Iterable[psutil.Process]) -> dict[str, set[str]]:

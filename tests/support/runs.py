@@ -22,6 +22,7 @@ import pytest
 from rlctl.telemetry.metrics import read_metrics
 from support.hosts import Host
 from support.metric_lines import without_timing
+from support.processes import is_alive
 
 STEPS = 4
 LIMIT_S = 900
@@ -136,18 +137,12 @@ def wait_until_gone(processes: list[psutil.Process], others: Iterable[psutil.Pro
     """Wait for the end of `processes`. Orphans become children of this process while it has a session of Ray, so it
     buries them and `others`: a worker takes a dead raylet that nobody has buried for a living one."""
     deadline = time.monotonic() + 120
-    while alive := [one for one in processes if _is_alive(one)]:
+    while alive := [one for one in processes if is_alive(one)]:
         assert time.monotonic() < deadline, alive
         for one in (*processes, *others):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(one.pid, os.WNOHANG)
         time.sleep(0.1)
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def results(run_dir: Path) -> list[dict]:
