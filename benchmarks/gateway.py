@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -187,8 +188,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         program = Path(place, "program.py")
         program.write_text(PROGRAM)
-        model = write_tiny_family(Path(place, "model"))
-        result = asyncio.run(measured(opened(model, program), args))
+        episodes = opened(write_tiny_family(Path(place, "model")), program)
+        gc.collect()
+        gc.freeze()  # as in an engine's process once it has loaded
+        result = asyncio.run(measured(episodes, args))
     print(json.dumps({"load_average": [round(value, 1) for value in os.getloadavg()], **result}, indent=1))
 
 

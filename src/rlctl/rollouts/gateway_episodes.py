@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from rlctl.backends.messages import SampleResult
@@ -76,10 +77,20 @@ class Prompt:
     """Media among `tokens`, with positions from the first of them."""
     read: tuple[Turn, ...]
 
+    @cached_property
+    def length(self) -> int:
+        """The number of tokens in `context`."""
+        return len(self.tokens) + (self.parent.length if self.parent else 0)
+
     def context(self) -> tuple[list[int], list[MediaPart]]:
         """Return all tokens before the turn, and their media."""
-        before, media = self.parent.context() if self.parent else ([], [])
-        return [*before, *self.tokens], [*media, *shifted(self.media, len(before))]
+        tokens, media = list[int](), list[MediaPart]()
+        for turn in reversed([*self.parent.ancestry()] if self.parent else []):
+            media += shifted(turn.prompt.media, len(tokens))
+            tokens += turn.prompt.tokens
+            tokens += turn.result.tokens_R.tolist()
+        media += shifted(self.media, len(tokens))
+        return [*tokens, *self.tokens], media
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +105,11 @@ class SampledTurn:
     ended_s: float = 0.0
     """Seconds since the program began."""
     calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """The number of tokens in `context`."""
+        return self.prompt.length + len(self.result.tokens_R)
 
     def context(self) -> tuple[list[int], list[MediaPart]]:
         """Return the tokens up to its last, and their media."""
@@ -159,7 +175,7 @@ class ModelTurns:
     def tokens_of(self, question: Question) -> int:
         self._counts["token_counts"] += 1
         digests = conversation_digests(question.messages, question.tools)
-        return len(self._prompt(question, digests)[0].context()[0])
+        return self._prompt(question, digests)[0].length
 
     # For the player
 
@@ -193,7 +209,7 @@ class ModelTurns:
         self._episode.count({
             **{f"gateway/{name}": float(number) for name, number in self._counts.items()},
             "gateway/branches": float(max(0, len(contexts) - 1)),
-            "gateway/branched_tokens": float(sum(len(c[0].prompt.context()[0]) for c in contexts[1:])),
+            "gateway/branched_tokens": float(sum(context[0].prompt.length for context in contexts[1:])),
             "gateway/auxiliary": float(len(dropped)),
             "gateway/dropped_tokens": float(sum(len(turn.result.tokens_R) for turn in dropped)),
         })  # fmt: skip
@@ -219,7 +235,7 @@ class ModelTurns:
             numbers[id(turn.prompt.parent)] if turn.prompt.parent else None,
             round(turn.began_s, 3),
             round(turn.ended_s, 3),
-            len(turn.prompt.context()[0]),
+            turn.prompt.length,
             [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in turn.calls],
         )
         return Turn("assistant", turn.result.text, len(turn.result.tokens_R), 0.0, request)
@@ -256,16 +272,16 @@ class ModelTurns:
             prompt = replace(prompt, media=self._images_in(prompt.tokens))
             turns.encoder.require_no_image(prompt.text_tokens, where)
         tokens, parent = list(prompt.tokens), self._longest_in(prompt.tokens)
-        begin = len(parent.context()[0]) if parent else 0
+        begin = parent.length if parent else 0
         media = shifted((part for part in prompt.media if part.start >= begin), -begin)
         read = turns_of(messages, len(tokens) - begin)
         return Prompt(parent, tuple(tokens[begin:]), tuple(media), read), parent
 
     def _longest_in(self, tokens: Sequence[int]) -> SampledTurn | None:
         """Return the turn with most tokens that a prompt begins with."""
-        begins = ((turn.context()[0], turn) for turn in self._turns)
-        fitting = [(len(c), turn) for c, turn in begins if len(c) < len(tokens) and c == list(tokens[: len(c)])]
-        return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
+        longest = sorted(self._turns, key=lambda turn: turn.length, reverse=True)
+        shorter = (turn for turn in longest if turn.length < len(tokens))
+        return next((turn for turn in shorter if turn.context()[0] == list(tokens[: turn.length])), None)
 
     def _images_in(self, tokens: Sequence[int]) -> tuple[MediaPart, ...]:
         """Return the media of the turn that shares most of its context with `tokens`, within that part."""
@@ -304,7 +320,7 @@ class ModelTurns:
             self.refusal = "sampled_tokens"
         elif limits.tool_calls is not None and self._calls >= limits.tool_calls:
             self.refusal = "tool_calls"
-        elif (length := len(prompt.context()[0])) >= self._play.max_length:
+        elif (length := prompt.length) >= self._play.max_length:
             self.refusal = "context"
             raise too_long(length, self._play.max_length)
         if self.refusal is not None:
@@ -318,13 +334,14 @@ class ModelTurns:
 
     async def _answered(self, question: Question, prompt: Prompt, digest: bytes, first: int) -> list[Answer]:
         numbers, began_s = range(first, first + question.samples), time.monotonic() - self._began
-        results = await asyncio.gather(*(self._sample(question, prompt, number) for number in numbers))
+        context, media = prompt.context()
+        results = await asyncio.gather(*(self._sample(question, context, media, number) for number in numbers))
         answers = []
         for result in results:
             if result.stop_reason in ENDS_EPISODE:
                 self._episode.stop_reason = self.refusal = result.stop_reason
                 raise episode_over()
-            answer, judged = self._judged(question, prompt, result)
+            answer, judged = self._judged(question, context, result)
             ended_s = time.monotonic() - self._began
             turn = SampledTurn(prompt, result, question, judged, began_s, ended_s, answer.calls)
             self._turns.append(turn)
@@ -333,8 +350,10 @@ class ModelTurns:
             answers.append(answer)
         return answers
 
-    async def _sample(self, question: Question, prompt: Prompt, number: int) -> SampleResult:
-        usual, (tokens, media) = self._episode.sampling, prompt.context()
+    async def _sample(
+        self, question: Question, tokens: Sequence[int], media: Sequence[MediaPart], number: int
+    ) -> SampleResult:
+        usual = self._episode.sampling
         limits = [usual.max_new_tokens, self._play.max_length - len(tokens), question.max_tokens]
         if (most := self._play.limits.sampled_tokens) is not None:
             limits.append(most - self._sampled)
@@ -349,8 +368,8 @@ class ModelTurns:
             max_new_tokens=min(limit for limit in limits if limit is not None),
         )
 
-    def _judged(self, question: Question, prompt: Prompt, result: SampleResult) -> tuple[Answer, JudgedTurn]:
-        context, cut, form = prompt.context()[0], result.stop_reason == LENGTH, self._play.plan.form
+    def _judged(self, question: Question, context: Sequence[int], result: SampleResult) -> tuple[Answer, JudgedTurn]:
+        cut, form = result.stop_reason == LENGTH, self._play.plan.form
         asks = question.tools and question.calls
         readable = readable_calls(result.text, form, question.tools, cut=cut) if asks else []
         calls = []

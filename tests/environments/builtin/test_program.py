@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlctl.environments.gateway.exchange import Question, finish_of
-from rlctl.rollouts.gateway_episodes import ModelTurns, Prompt
+from rlctl.rollouts.gateway_episodes import ModelTurns
 from rlctl.rollouts.turn_faults import JudgedTurn
 
 TOOL = {
@@ -43,6 +43,6 @@ def test_an_answer_that_the_token_limit_has_cut_says_so(
         text=text, stop_reason=stop_reason, tokens_R=np.array([1]), logprobs_R=np.array([0.0], np.float32)
     )
     turns, question = ModelTurns(play, SimpleNamespace()), Question(tools=[TOOL])  # type: ignore[arg-type]
-    answer, _ = turns._judged(question, Prompt(None, (1,), (), ()), result)
+    answer, _ = turns._judged(question, (1,), result)
     assert (finish_of(answer), len(answer.calls)) == (finish_reason, calls)
     assert not answer.calls or "<tool_call>" not in answer.text
