@@ -230,6 +230,32 @@ def test_forms_are_read_in_the_words_of_each_protocol() -> None:
         messages.question(looking | {"tool_choice": {"type": "tool", "name": "look"}})
 
 
+@pytest.mark.parametrize("wire", [AnthropicMessages(), ChatCompletions(), Responses()], ids=lambda wire: wire.path)
+def test_claude_codes_line_for_anthropics_servers_is_no_part_of_a_prompt(wire: Any) -> None:
+    """Recorded from Claude Code 2.1.114: `cch` differs between requests of one conversation. Routers send the line on,
+    as a part or in one text. A user's message keeps it."""
+    line, prompt = (
+        "x-anthropic-billing-header: cc_version=2.1.114.df9; cc_entrypoint=sdk-cli; cch={};",
+        "You are an agent.",
+    )
+    blocks = [{"type": "text", "text": text} for text in (line.format("b1ca6"), prompt)]
+    for system in (blocks, f"{line.format('66142')}\n{prompt}", [blocks[1]]):
+        later = {"role": "system", "content": system}
+        asked = {"role": "user", "content": line}
+        body = {
+            "/v1/messages": {"system": system, "messages": [asked, later]},
+            "/v1/chat/completions": {"messages": [later, asked, later]},
+            "/v1/responses": {
+                "instructions": system if isinstance(system, str) else prompt,
+                "input": [asked, later],
+            },
+        }[wire.path]
+        said = wire.question(body).messages
+        assert [message["content"] for message in said] == [prompt, line, prompt]
+    alone = wire.question({"messages": [asked], "system": blocks[:1], "input": [asked], "instructions": line})
+    assert [message["content"] for message in alone.messages] == [line]
+
+
 def test_clients_ask_again_for_what_is_refused_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     import openai
 

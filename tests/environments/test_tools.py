@@ -182,6 +182,9 @@ def test_vllm_reads_the_same(tmp_path: Path) -> None:
         ('"42"', {"type": "string"}, '"42"'),
         ("two", {"type": "integer"}, "two"),
         ('{"a": 1}', {"type": "object"}, {"a": 1}),
+        ("02139", {"description": "A zip code."}, "02139"),
+        ("None", {}, "None"),
+        ("TRUE", {}, "TRUE"),
     ],
 )
 def test_the_schema_says_what_an_unquoted_value_is(text: str, schema: dict[str, Any], value: Any) -> None:

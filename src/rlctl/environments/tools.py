@@ -314,13 +314,16 @@ def typed(call: Call, schemas: Mapping[str, Mapping[str, Any]]) -> Call:
 
 
 WORDS = {"true": True, "1": True, "false": False, "0": False, "null": None, "none": None}
+TYPES = {"type", "anyOf", "oneOf", "allOf", "enum", "const", "$ref"}
+"""Keys of a schema that say what a value is. Without them `007` and `None` stay texts."""
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
     """Return the first reading of a text that its schema allows: JSON, Python literal, number, word or text; otherwise
     the first, for the message."""
     readings = []
-    for read in (json.loads, ast.literal_eval, int, lambda word: WORDS[word.lower()]):
+    loose = (ast.literal_eval, int, lambda word: WORDS[word.lower()]) if TYPES & schema.keys() else ()
+    for read in (json.loads, *loose):
         with contextlib.suppress(*UNREADABLE):
             readings.append(json.loads(json.dumps(read(text.strip()), allow_nan=False)))
     readings = [*(value for value in readings if not isinstance(value, str)), str(text)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ UNREAD = (
 )  # fmt: skip
 """Fields of OpenAI and vLLM that would change the answer, and that programs rely on."""
 UNPARSED = "unparsed"
+BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+"""What Claude Code writes in front of its system prompt for Anthropic's servers. In many versions (2.1.36 to 2.1.177 at
+least) it has a hash of the request, so that no request would continue another. vLLM leaves it out too."""
 MOST_SAMPLES = 128
 """Largest `n`, as at OpenAI."""
 
@@ -92,6 +96,8 @@ def chat_message(message: Mapping[str, Any]) -> Message:
     if role not in ROLES:
         raise RefusedError(f"A message has the role {role!r:.40}. Roles are {', '.join(ROLES)}.")
     content = message.get("content")
+    if role == "system":
+        content = without_billing(content)
     if not isinstance(content, str | None):
         content = [chat_part(part) for part in content]
         if all(part["type"] == "text" for part in content):
@@ -116,6 +122,17 @@ def tool_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
     if not isinstance(read, Mapping):
         arguments = json.dumps({UNPARSED: arguments})
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
+
+
+def without_billing(content: Any) -> Any:
+    """Return a system prompt, a text or a list of parts, without what Claude Code tells Anthropic's servers."""
+    if isinstance(content, str):
+        return BILLING.sub("", content)
+    parts = [
+        {**part, "text": BILLING.sub("", part["text"])} if isinstance(part, Mapping) and "text" in part else part
+        for part in content or ()
+    ]
+    return [part for part in parts if not isinstance(part, Mapping) or part.get("text") != ""]
 
 
 def chat_part(part: Any) -> dict[str, Any]:

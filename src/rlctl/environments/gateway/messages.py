@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlctl.environments.gateway.chat import ROLES, image_part, tool_call
+from rlctl.environments.gateway.chat import ROLES, image_part, tool_call, without_billing
 from rlctl.environments.gateway.exchange import Answer, Event, Exchange, Question, RefusedError, limit, texts, wishes
 from rlctl.environments.interface import MODEL, Message
 
@@ -23,8 +23,8 @@ class AnthropicMessages:
 
     def question(self, body: Mapping[str, Any]) -> Question:
         messages: list[Message] = []
-        if body.get("system"):
-            messages.append({"role": "system", "content": _joined(_blocks(body["system"]))})
+        if system := without_billing(body.get("system")):
+            messages.append({"role": "system", "content": _joined(_blocks(system))})
         for message in body["messages"]:
             messages += _chat_messages(message)
         tools = [
@@ -101,7 +101,8 @@ def _chat_messages(message: Mapping[str, Any]) -> list[Message]:
     results: list[Message] = []
     parts: list[Mapping[str, Any]] = []
     calls: list[dict[str, Any]] = []
-    for block in _blocks(message["content"]):
+    given = message["content"]
+    for block in _blocks(without_billing(given) if role == "system" else given):
         kind = block["type"]
         if kind == "tool_result":
             content = _joined(_blocks(block.get("content")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlctl.environments.gateway.chat import chat_message, tool_call
+from rlctl.environments.gateway.chat import chat_message, tool_call, without_billing
 from rlctl.environments.gateway.exchange import (
     Answer,
     Event,
@@ -33,8 +33,8 @@ class Responses:
             raise RefusedError("previous_response_id and conversation are not kept here: send all items in `input`.")
         refuse_unread(body, "background", "prompt", "top_logprobs")
         messages: list[Message] = []
-        if body.get("instructions"):
-            messages.append({"role": "system", "content": str(body["instructions"])})
+        if instructions := without_billing(str(body.get("instructions") or "")):
+            messages.append({"role": "system", "content": instructions})
         given = body["input"]
         for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
             _append(messages, item)
