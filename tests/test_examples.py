@@ -121,6 +121,9 @@ def test_the_script_for_two_nodes_passes_on_what_slurm_gives_and_what_containers
     job |= {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     script = ["bash", str(EXAMPLES / "two_nodes" / "train.sbatch"), "Qwen/Qwen3-32B", "--steps", "5"]
     subprocess.run(script, env=job, cwd=tmp_path, check=True, timeout=60)
+    deadline = time.monotonic() + 60  # the script does not wait for the steps that start Ray
+    while not all(word in log.read_text() for word in ("--head", "--exclude=n1")) and time.monotonic() < deadline:
+        time.sleep(0.05)
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     needed = {"--overlap", "--mem=0", "--cpus-per-task=144", "--container-image=rlctl.sqsh", "--container-name=rlctl"}
     assert all(needed | {"--container-mounts=/shared:/shared"} <= set(step) for step in steps)

@@ -19,7 +19,7 @@ from rlctl.cli import run
 from support.runs import ended, wait_for
 from support.toy_gym import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.guard]
+pytestmark = pytest.mark.slow
 REWARD = """
 import shutil, subprocess
 def checked(completion, **row):
@@ -86,6 +86,7 @@ def finish(folder: Path, arguments: list[str]) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.guard
 def test_a_program_that_the_node_lacks_is_missed_before_engines_start(
     tiny_llama: Path, folder: Path, cluster: None
 ) -> None:
@@ -98,7 +99,6 @@ def test_a_program_that_the_node_lacks_is_missed_before_engines_start(
     assert not [*(folder / "checked").rglob("policy-*.log"), *(folder / "checked").rglob("engine-*.log")]
 
 
-@pytest.mark.slow
 def test_another_score_on_the_node_is_told_and_the_run_goes_on(tiny_llama: Path, folder: Path, cluster: None) -> None:
     ended = finish(folder, train(tiny_llama, folder, "found"))
     said = " ".join(ended.stderr.split())
@@ -107,6 +107,7 @@ def test_another_score_on_the_node_is_told_and_the_run_goes_on(tiny_llama: Path,
     assert "and gave 1.001 where rlctl was started" in said
 
 
+@pytest.mark.guard
 def test_a_dry_run_says_where_the_trial_was(
     tiny_llama: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,8 +153,7 @@ def on_sources(model: Path, mix: Path, run_dir: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.guard
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.guard), "async"])
 def test_a_run_of_several_environments_is_resumed_to_bitwise_the_same(
     here: Here, tiny_llama: Path, tmp_path: Path, mode: str
 ) -> None:

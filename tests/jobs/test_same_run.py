@@ -8,15 +8,17 @@ import os
 import shutil
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlctl import cli
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
 from rlctl.tiny_models.text import write_tiny_family
 from support.runs import (
-    LIMIT_S,
     ROLLOUTS,
     STEPS,
     command,
@@ -61,29 +63,33 @@ def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(
 
 @pytest.mark.parametrize(("engines", "tp"), [pytest.param(1, 1, marks=pytest.mark.guard), (2, 1), (1, 2)])
 def test_an_engine_that_dies_is_replaced_and_the_run_computes_the_same(
-    uninterrupted, tiny_llama, tmp_path, engines, tp
+    here, uninterrupted, tiny_llama, tmp_path, engines, tp
 ):
     """With tp 2 it is one of the two processes that an engine computes with that dies first."""
-    run_dir, log = tmp_path / "run", tmp_path / "log"
+    run_dir, name = tmp_path / "run", f"engine-{engines - 1}"
     sizes = ("--set", f"generation.engines={engines}", "--set", f"generation.tp={tp}")
     more = ("--steps", "400", "--set", "run.checkpoint_every=0", *sizes)
-    with started(command(tiny_llama, run_dir, *more, "--set", "cluster.engine_restarts=1"), log) as process:
-        wait_for_step(process, run_dir, 1, log)
-        first = [p for p in process.family() if worker_name(p, run_dir) == f"engine-{engines - 1}"]
-        (first[0] if tp == 1 else next(p for p in first if "Worker" in " ".join(p.cmdline()))).kill()
-        wait_for_step(process, run_dir, STEPS + 4, log)
-        text = log.read_text()
-        assert f"engine {engines - 1} is lost" in text
-        assert f"{engines} engine(s) hold version" in text
-        again = {p for p in process.family() if worker_name(p, run_dir) == f"engine-{engines - 1}"}
-        for one in again - set(first):
-            one.kill()
-        assert process.wait(LIMIT_S) == 1
-    text = log.read_text()
+    killed: list[psutil.Process] = []
+
+    def kill_twice() -> None:
+        for steps in (1, STEPS + 4):
+            while not (run_dir / "metrics.jsonl").exists() or len(results(run_dir)) < steps:
+                time.sleep(0.05)
+            found = [p for p in psutil.process_iter() if worker_name(p, run_dir) == name and p not in killed]
+            (found[0] if tp == 1 else next(p for p in found if "Worker" in " ".join(p.cmdline()))).kill()
+            killed.extend(found)
+
+    killer = threading.Thread(target=kill_twice, daemon=True)
+    killer.start()
+    done = here(command(tiny_llama, run_dir, *more, "--set", "cluster.engine_restarts=1"))
+    assert done.returncode == 1, done.stderr
+    text = done.stderr
+    assert f"engine {engines - 1} is lost" in text
+    assert f"{engines} engine(s) hold version" in text
     assert "2 engines were lost in this run, more than cluster.engine_restarts = 1" in text
     assert "died during" in text
     assert "(raylet)" not in text
-    assert str(run_dir / "logs" / f"engine-{engines - 1}.log") in text
+    assert str(run_dir / "logs" / f"{name}.log") in text
     assert "Traceback" not in text
     same_run(results(run_dir)[:STEPS], results(uninterrupted[0]))
 

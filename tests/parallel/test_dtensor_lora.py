@@ -294,18 +294,21 @@ def test_peft_computes_the_merged_weights_log_probs_with_exported_adapters(
         assert engine.get_rank_and_scaling(named) == (rank, pytest.approx(scale)), module
 
 
-@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
 @pytest.mark.slow
 @pytest.mark.guard
 def test_an_engine_computes_the_merged_weights_log_probs_with_exported_adapters(
-    pools: Pools, published: Published, tmp_path: Path, backend: Literal["dtensor", "megatron"]
+    pools: Pools, published: Published, tmp_path: Path
 ) -> None:
-    """vLLM's LoRA slots read the directory that `--adapter-only` writes."""
-    case, run, base = replace(of_modules("qwen3", dp=2), backend=backend), tmp_path / "run", published("qwen3")
-    pools(2).run(run_saved, case, model_of(case, published), make_batch(), policy_of(run, base, settings(case.kind)))
-    assert megatron_to_hf(run, tmp_path / "merged").verified
-    assert megatron_to_peft(run, tmp_path / "adapters").verified
+    """vLLM's LoRA slots read the directory that `--adapter-only` writes, of a run on either backend."""
+    base, runs = published("qwen3"), [tmp_path / "dtensor", tmp_path / "megatron"]
+    for run in runs:
+        case = replace(of_modules("qwen3", dp=2), backend=run.name)  # type: ignore[arg-type]
+        policy = policy_of(run, base, settings(case.kind))
+        pools(2).run(run_saved, case, model_of(case, published), make_batch(), policy)
+        assert megatron_to_hf(run, run / "merged").verified
+        assert megatron_to_peft(run, run / "adapters").verified
     tokens = tuple(token % hf_model("qwen3").config.vocab_size for token in TOKENS)
-    wanted = logprobs(base_model(tmp_path / "merged"), tokens)
-    assert not close(logprobs(base_model(base), tokens), wanted, 0.01)
-    assert float((engine_logprobs(base, tmp_path / "adapters", tokens) - wanted).abs().max()) < 1e-5
+    for run, found in zip(runs, engine_logprobs(base, [run / "adapters" for run in runs], tokens), strict=True):
+        wanted = logprobs(base_model(run / "merged"), tokens)
+        assert not close(logprobs(base_model(base), tokens), wanted, 0.01)
+        assert float((found - wanted).abs().max()) < 1e-5

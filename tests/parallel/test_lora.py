@@ -287,9 +287,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("name", TURNS)
-@pytest.mark.slow
-@pytest.mark.guard
+@pytest.mark.parametrize("name", slowly(TURNS.keys(), guards=("moe-ep2", "fsdp-tp2")))
 def test_adapters_in_turns_over_one_base_equal_separate_runs_bit_for_bit(
     pools: Pools, published: Published, name: str
 ) -> None:

@@ -3,7 +3,7 @@ float32."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 
@@ -81,14 +81,13 @@ TRUNCATED = Truncation(top_p=0.8, top_k=150, min_p=0.002)
 """Half of the sampled tokens are among those that it keeps."""
 
 
-def cases_of(
-    table: dict[str, Case], modules: dict[str, Case], quick: Sequence[str] = (), quick_modules: Sequence[str] = ()
-) -> list:
-    """The cases of a table, and of one on transformers' modules; those that are not `quick` are slow tests, or without
-    names those that add no setting."""
+def cases_of(table: dict[str, Case], modules: dict[str, Case], guards: Collection[str] = ()) -> list:
+    """The cases of a table, and of one on transformers' modules; all but the guards are slow tests, or without guards
+    those that add no setting."""
     of_modules = {f"fsdp-{name}": replace(case, backend="dtensor") for name, case in modules.items()}
-    named = [f"fsdp-{name}" for name in quick_modules]
-    return [*slowly(table, *(quick or covering(table))), *slowly(of_modules, *(named or covering(of_modules)))]
+    if not guards:
+        return [*slowly(table, *covering(table)), *slowly(of_modules, *covering(of_modules))]
+    return slowly(table | of_modules, guards=guards)
 
 
 ALONE = {
@@ -260,13 +259,13 @@ FOURS = {
 }
 
 
-QUICK_FOURS = ("ep2-tp2-etp2", "pp3-uneven", "vpp2-tp2", "tp2-cp2", "cp2-dp2")
-QUICK_MODULES_FOURS = ("moe-tp2-ep2", "mla-tp2-cp2-ep2-replay", "replicate2-shard2", "tp4-of-2-key-heads")
+GUARDED_FOURS = (
+    "ep2-tp2-etp2", "pp3-uneven", "vpp2-tp2", "tp2-cp2", "cp2-dp2",
+    "fsdp-moe-tp2-ep2", "fsdp-mla-tp2-cp2-ep2-replay", "fsdp-replicate2-shard2", "fsdp-tp4-of-2-key-heads",
+)  # fmt: skip
 """Each size with another one; the models and the other settings are met on one and two processes."""
 
 
-@pytest.mark.parametrize("case", cases_of(FOURS, MODULES_FOURS, QUICK_FOURS, QUICK_MODULES_FOURS))
-@pytest.mark.slow
-@pytest.mark.guard
+@pytest.mark.parametrize("case", cases_of(FOURS, MODULES_FOURS, GUARDED_FOURS))
 def test_four_processes_equal_transformers(pools: Pools, published: Published, case: Case) -> None:
     check(pools, published, case)

@@ -20,7 +20,7 @@ from rlctl.settings.training import QuantizationConfig
 from support.family_models import hf_model as family_model
 from support.parallel_cases import Case
 from support.parallel_families import make_batch as family_batch
-from support.pool import Pool
+from support.pool import Pool, slowly
 from support.quantization_cases import Boxes, run_reference_and_resumed, run_steps
 from support.reference_policy import make_batch
 
@@ -43,8 +43,9 @@ CASES = {
 }
 EVEN = 252
 """Tokens of a vocabulary that two ranks divide."""
-MLP_QUICK = {"megatron", "fsdp-dp2"}
-SLOW = CASES.keys() - {"megatron", "megatron-ep2", "fsdp-dp2"}
+GRIDS = {f"{name}-{form}": (name, settings) for form, settings in (("all", NVFP4), ("mlp", MLP)) for name in CASES}
+GUARDED_GRIDS = ("megatron-host-all", "megatron-tp2-all", "megatron-ep2-mlp", "fsdp-tp2-mlp", "fsdp-ep2-all")
+"""Each backend and each kind of division once, and both forms with each backend."""
 FUSED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
@@ -78,16 +79,7 @@ def on_grid(weights: dict[str, Tensor], settings: QuantizationConfig) -> dict[st
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        pytest.param(name, settings, id=f"{name}-{form}", marks=pytest.mark.slow if name in slow else ())
-        for form, settings, slow in (("all", NVFP4, SLOW), ("mlp", MLP, CASES.keys() - MLP_QUICK))
-        for name in CASES
-    ],
-)
-@pytest.mark.slow
-@pytest.mark.guard
+@pytest.mark.parametrize(("name", "settings"), slowly(GRIDS, guards=GUARDED_GRIDS))
 def test_a_policy_computes_with_weights_on_the_grid_and_sends_them(
     pools: Pools, published: Published, tmp_path: Path, name: str, settings: QuantizationConfig
 ) -> None:

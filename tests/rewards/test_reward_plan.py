@@ -19,7 +19,7 @@ from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 from rlctl.processes.child import MAIN
 from rlctl.rewards import scoring_process
 from rlctl.rewards.extraction import Extraction
-from rlctl.rewards.prepare_rewards import mixed_rewards, prepare_rewards, require_known
+from rlctl.rewards.prepare_rewards import mixed_rewards, prepare_rewards, require_known, tried_again
 from rlctl.rewards.reward_plan import RewardPlan
 from rlctl.rewards.reward_worker import GroupScores, RewardWorker, ScoreRequest, weighted_sum
 from rlctl.settings.data import DataConfig
@@ -504,3 +504,20 @@ def test_a_plan_knows_of_functions_that_compare_completions(tmp_path: Path) -> N
     together = user_file(tmp_path, "def score(completions, **columns): return [*map(len, completions)]", "together.py")
     assert not prepare_rewards(reward(alone), source).compares
     assert prepare_rewards(reward(alone, together), source).compares
+
+
+def test_a_trial_elsewhere_says_which_scores_are_others_there(tmp_path: Path) -> None:
+    """A file stands in for a program that one of two machines has."""
+    program = tmp_path / "answer-checker"
+    code = (
+        "from pathlib import Path\n"
+        f"def score(completion, **row): return float(Path({str(program)!r}).exists()) + len(completion) / 1000"
+    )
+    program.touch()
+    source = jsonl(tmp_path, {"prompt": "q", "answer": "1"})
+    plan = prepare_rewards(reward(user_file(tmp_path, code)), source)
+    assert tried_again(plan) == []
+    program.unlink()
+    [note] = tried_again(plan)
+    assert "score gives 0.001 to '1'" in note
+    assert "and gave 1.001 where rlctl was started" in note

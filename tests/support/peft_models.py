@@ -56,12 +56,15 @@ ENGINE = """
 import json, sys
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
-base, adapter, tokens = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+base, adapters, tokens = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 llm = LLM(base, skip_tokenizer_init=True, dtype="float32", max_model_len=64, block_size=32, enforce_eager=True,
           kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False, enable_lora=True, max_loras=2, max_lora_rank=8)
 params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-(output,) = llm.generate([{"prompt_token_ids": tokens}], params, lora_request=LoRARequest("adapter", 1, adapter))
-print("LOGPROBS", json.dumps([place[token].logprob for token, place in zip(tokens[1:], output.prompt_logprobs[1:])]))
+for number, adapter in enumerate(adapters, 1):
+    slot = LoRARequest(f"adapter-{number}", number, adapter)
+    (output,) = llm.generate([{"prompt_token_ids": tokens}], params, lora_request=slot)
+    found = [place[token].logprob for token, place in zip(tokens[1:], output.prompt_logprobs[1:])]
+    print("LOGPROBS", json.dumps(found))
 """
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1",
@@ -69,10 +72,12 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def engine_logprobs(base: Path, adapter: Path, tokens: tuple[int, ...] = TOKENS) -> Tensor:
-    """Return the log-prob of each token but the first by vLLM with the adapter in a LoRA slot."""
-    command = [sys.executable, "-c", ENGINE, str(base), str(adapter), json.dumps(tokens)]
+def engine_logprobs(base: Path, adapters: list[Path], tokens: tuple[int, ...] = TOKENS) -> list[Tensor]:
+    """Return the log-prob of each token but the first by vLLM with each adapter in a LoRA slot. Starting the engine
+    takes ten seconds."""
+    command = [sys.executable, "-c", ENGINE, str(base), json.dumps([*map(str, adapters)]), json.dumps(tokens)]
     run = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
-    (line,) = (line for line in run.stdout.splitlines() if line.startswith("LOGPROBS "))
-    return torch.tensor(json.loads(line.removeprefix("LOGPROBS ")))
+    lines = [line for line in run.stdout.splitlines() if line.startswith("LOGPROBS ")]
+    assert len(lines) == len(adapters)
+    return [torch.tensor(json.loads(line.removeprefix("LOGPROBS "))) for line in lines]

@@ -28,7 +28,7 @@ STEPS = 4
 LIMIT_S = 900
 TASK = (
     "--data", "reasoning-gym:chain_sum", "--set", "data.params.min_terms=2", "--set", "data.params.max_terms=2",
-    "--set", "data.params.min_digits=1", "--set", "data.params.max_digits=1", "--reward", "task",
+    "--set", "data.params.min_digits=1", "--set", "data.params.max_digits=1", "--reward", "exact-match",
 )  # fmt: skip
 ROLLOUTS = 8  # of a step
 # A reward that a random model earns: answers with an even number of characters. A run may be held up in it.

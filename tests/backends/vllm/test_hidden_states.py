@@ -31,9 +31,11 @@ from support.engine_faults import (
     without_window,
 )
 from support.engine_host import FamilyEngine, SwappingEngine
+from support.pool import slowly
 from support.rows import every_row
 
-pytestmark = [pytest.mark.slow, pytest.mark.guard]
+GUARDED = ("llama-bfloat16", "qwen3_moe-float16", "gemma3-bfloat16", "deepseek_v3-bfloat16", "gpt_oss-bfloat16")
+"""Each family in one format; a start of the engine takes a second or two."""
 LENGTHS = [len(sequence) for sequence in SEQUENCES]
 
 
@@ -89,7 +91,7 @@ def states_of(engine: FamilyEngine, reference: Reference, dtype: str = "float32"
 FIVE = ("llama", "qwen3_moe", "gemma3", "deepseek_v3", "gpt_oss")
 
 
-@pytest.mark.parametrize("family", FIVE)
+@pytest.mark.parametrize("family", slowly(FIVE, guards=("llama", "qwen3_moe")))
 def test_faults_of_an_engine_are_located(host: Any, tmp_path: Path, family: str) -> None:
     directory = write_tiny_family(tmp_path / family, family, **OVERRIDES.get(family, {}))
     reference = load_reference(directory, SEQUENCES, torch.float32)
@@ -122,6 +124,8 @@ def test_faults_of_an_engine_are_located(host: Any, tmp_path: Path, family: str)
             engine = FamilyEngine(host, family, directory, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_an_epsilon_that_transformers_does_not_read_is_named(host: Any, tmp_path: Path) -> None:
     """vLLM takes the epsilon of config.json in all norms."""
     directory = write_tiny_family(tmp_path / "deepseek", "deepseek_v3", rms_norm_eps=1e-4)
@@ -134,11 +138,11 @@ def test_an_epsilon_that_transformers_does_not_read_is_named(host: Any, tmp_path
 
 
 # vLLM refuses Gemma 3 in float16, and divides DeepSeek's hidden states there by `routed_scaling_factor`.
-NARROW = [(family, "bfloat16") for family in FIVE]
-NARROW += [(family, "float16") for family in FIVE if family not in ("gemma3", "deepseek_v3")]
+NARROW = {f"{family}-bfloat16": (family, "bfloat16") for family in FIVE}
+NARROW |= {f"{family}-float16": (family, "float16") for family in FIVE if family not in ("gemma3", "deepseek_v3")}
 
 
-@pytest.mark.parametrize(("family", "dtype"), NARROW)
+@pytest.mark.parametrize(("family", "dtype"), slowly(NARROW, guards=GUARDED))
 def test_narrow_engines_without_a_fault(host: Any, tmp_path: Path, family: str, dtype: str) -> None:
     directory = write_tiny_family(tmp_path / family, family, **OVERRIDES.get(family, {}))
     reference = load_reference(directory, SEQUENCES, getattr(torch, dtype))
