@@ -1,12 +1,13 @@
 """Measures the start of `rlctl train grpo` against its longest part alone, and its end.
 
-    python benchmarks/start.py [--repeats 1] [--parts data ray engine policy whole]
+    python benchmarks/start.py [--repeats 1] [--parts data ray engine policy whole resume]
 
 The run is the laptop preset with one small step, its model in the cache and converted before. `data`, `ray`, `engine`
 and `policy` are the parts of the start, each alone in a process of its own: reading model and data and planning, with
 the imports of the command; Ray; the processes of an engine, and of a policy with its weights. `whole` is the command up
-to the first step, and from the last step to its end. The ratio is the start over the longest part and Ray. Prints one
-JSON object, medians over the repeats.
+to the first step, and from the last step to its end; `resume` is the same for `--resume` on that run. Both have the
+seconds of each phase. The ratio is the start over the longest part and Ray. Prints one JSON object, medians over the
+repeats.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 RUN = {"run.steps": 1, "batch.prompts": 2, "batch.generations": 4, "generation.max_new_tokens": 16}
-PARTS = ("data", "ray", "engine", "policy", "whole")
+PARTS = ("data", "ray", "engine", "policy", "whole", "resume")
 
 
 def job_of_run() -> Any:
@@ -74,32 +75,41 @@ def processes(*, policy: bool) -> float:
         return time.time() - begun
 
 
-def whole() -> dict[str, float]:
-    """Run the command; return seconds to its first step, and from its last one to its end, with their phases."""
+def whole(*, resumed: bool) -> dict[str, float]:
+    """Run the command, or resume a run that the command made; return seconds to its first step, and from its last one
+    to its end, with their phases."""
     with tempfile.TemporaryDirectory(prefix="rlctl-start-") as work:
         keys = [part for key, value in RUN.items() for part in ("--set", f"{key}={value}")]
-        command = [sys.executable, "-m", "rlctl", "train", "grpo", "-p", "laptop", *keys, "--run-dir", f"{work}/run"]
-        begun = time.time()
-        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
-            assert run.stderr is not None
-            found: dict[str, float] = {}
-            for line in run.stderr:
-                if "started in" in line:
-                    found["start"] = time.time() - begun
-                elif re.search(r" step \d+/\d+ ", line):
-                    found["end"] = -time.time()
-        found["end"] += time.time()
-        if run.returncode:
-            raise SystemExit(f"the run failed with {run.returncode}: see {command}")
-        log = Path(work, "run/logs/driver.log").read_text()
-    timed = re.findall(r"\d\d:\d\d:\d\d ([a-z][^:]+): ([\d.]+) s\n", log)
-    phases = {f"phase: {what}": float(value) for what, value in timed}
-    return found | phases
+        begun = timed(["-p", "laptop", *keys, "--run-dir", f"{work}/run"], Path(work))
+        if not resumed:
+            return begun
+        return {f"resume {name}": value for name, value in timed(
+            ["--resume", "--run-dir", f"{work}/run", "--steps", "2"], Path(work)).items()}  # fmt: skip
+
+
+def timed(arguments: list[str], work: Path) -> dict[str, float]:
+    log = work / "run/logs/driver.log"
+    known = len(log.read_text()) if log.exists() else 0
+    command = [sys.executable, "-m", "rlctl", "train", "grpo", *arguments]
+    begun = time.time()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        found: dict[str, float] = {}
+        for line in run.stderr:
+            if "started in" in line:
+                found["start"] = time.time() - begun
+            elif re.search(r" step \d+/\d+ ", line):
+                found["end"] = -time.time()
+    found["end"] += time.time()
+    if run.returncode:
+        raise SystemExit(f"the run failed with {run.returncode}: see {command}")
+    phases = re.findall(r"\d\d:\d\d:\d\d ([a-z][^:]+): ([\d.]+) s\n", log.read_text()[known:])
+    return found | {f"phase: {what}": float(value) for what, value in phases}
 
 
 def measured(part: str) -> dict[str, float]:
-    if part == "whole":
-        return whole()
+    if part in ("whole", "resume"):
+        return whole(resumed=part == "resume")
     environment = os.environ | {"BEGUN": str(time.time())}
     command = [sys.executable, __file__, "--part", part]
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)

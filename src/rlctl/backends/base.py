@@ -303,15 +303,16 @@ class PolicyWorker(WeightSource, Protocol):
         ...
 
     def use_model(self, number: int) -> None:
-        """Load, read batches and compute with another model of a teacher's processes from here on: 0 is that of the
-        specification, and the others are those of `PolicySpec.beside`."""
+        """Select one of the models in a teacher's processes for the calls that follow: 0 is the model of the
+        specification, the others are those of `PolicySpec.beside`."""
 
     def teach(self, task: Teaching) -> None:
-        """Compute as this teacher from here on, with the model in use."""
+        """Select the teacher that the calls that follow compute, with the model in use."""
 
     def take_tokens(self, handles: Mapping[int, Sequence[Sequence[object]]], fetch: Fetch) -> None:
-        """Have `export_logprobs` return the log-probs of the most likely tokens of each of several teachers (`handles`
-        by group of the shard) in place of its own. Not collective."""
+        """Store the most likely tokens of each of several teachers (`handles`, by group of the shard).
+        `export_logprobs` then returns log-probs of these tokens instead of this model's most likely ones. Not
+        collective."""
 
     def import_logprobs(self, handles: Mapping[int, Sequence[Taught]], fetch: Fetch, mixture: Mixture) -> None:
         """Add the log-probs of a teacher, of the mixture of several, or of each of several (`handles` by group of the

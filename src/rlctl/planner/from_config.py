@@ -432,7 +432,7 @@ def plan_from_config(
 def _adapters(
     config: RlctlConfig, facts: ModelFacts, workload: Workload, held: int, *, teaches: bool, on_cpu: bool
 ) -> LoraChoice | None:
-    """Return what is known of the adapters, with the first way to refit and the others; None without adapters."""
+    """Return the sizes of the adapters, the way to refit and its alternatives; None without adapters."""
     lora = config.training.lora
     adapters = lora_choice(facts, lora) if lora.rank else None
     ways = choose_refit(config, facts, adapters, refits=workload.trains and workload.engines, on_cpu=on_cpu)
