@@ -1,6 +1,6 @@
 """Measures what asynchronous rollouts gain, what their lag costs, and what their machinery costs.
 
-    python benchmarks/async.py [--parts abc --steps 12 --curve-steps 40 --pairs 20 --warm-up 3 --directory DIR]
+    python benchmarks/async.py [--parts abcd --steps 12 --curve-steps 40 --pairs 20 --warm-up 3 --directory DIR]
 
 All runs are of the laptop preset on this machine; ratios are of the same work.
 
@@ -13,6 +13,9 @@ All runs are of the laptop preset on this machine; ratios are of the same work.
 (c) No scorer sleeps and both sides compute on the same cores, so that nothing can overlap: seconds of an asynchronous
     step over those of a synchronous one. One run takes both kinds of steps in turn, on the same prompts, so that what
     else the machine does falls on both. The limit is 1.05.
+(d) The same for whole runs, each with the processor threads that its own plan gives both sides: synchronous and
+    asynchronous runs in turn, and how many steps the asynchronous ones take in the time of a synchronous step. `--set`
+    changes the asynchronous ones. The goal is 1.25.
 
 Prints one JSON object. Other programs on the machine disturb (a), and not (b). Runs that DIR has are not made again.
 """
@@ -163,14 +166,33 @@ def overhead(place: Path, pairs: int, warm_up: int) -> dict[str, Any]:
     }
 
 
+def whole_runs(place: Path, steps: int, repeats: int, changes: list[str]) -> dict[str, Any]:
+    """Part (d)."""
+    changed = [part for change in changes for part in ("--set", change)]
+    ways: dict[str, tuple[str, ...]] = {"synchronous": (), "asynchronous": ("--async", *FAST, *changed)}
+    lines = {way: list[dict[str, Any]]() for way in ways}
+    for repeat in range(repeats):
+        for way, more in ways.items():
+            taken = run(place, f"d-{way}-{repeat}", steps, *more)
+            lines[way] += taken[1 : len(taken) - 1]  # the last asynchronous step overlaps with no rollouts
+    seconds_of = {way: [line["seconds"]["total"] for line in taken] for way, taken in lines.items()}
+    plain, overlapped = (median(values) for values in seconds_of.values())
+    phases = {way: {n: round(seconds(taken, n), 3) for n in taken[0]["seconds"]} for way, taken in lines.items()}
+    return {**phases, "times_the_steps": plain / overlapped, "goal": 1.25, "load": os.getloadavg()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="abc")
+    parser.add_argument("--parts", default="abcd")
     parser.add_argument("--steps", type=int, default=12, help="steps of each run of (a)")
     parser.add_argument("--curve-steps", type=int, default=40, help="steps of each run of (b)")
     parser.add_argument("--lags", type=int, nargs="+", default=[1, 2], help="bounds of staleness of (a)")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of steps of (c)")
     parser.add_argument("--warm-up", type=int, default=3, help="first steps of (a), and pairs of (c), not counted")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each kind of (d)")
+    parser.add_argument(
+        "--set", dest="changes", action="append", default=[], help="KEY=VALUE of asynchronous runs of (d)"
+    )
     parser.add_argument("--plot", type=Path, help="write the curves of (b) here, as SVG")
     parser.add_argument("--directory", type=Path, help="keep the runs here")
     given = parser.parse_args()
@@ -184,6 +206,8 @@ def main() -> None:
             found["b"] = cost_of_lag(place, given.curve_steps, given.plot)
         if "c" in given.parts:
             found["c"] = overhead(place, given.pairs, given.warm_up)
+        if "d" in given.parts:
+            found["d"] = whole_runs(place, given.steps, given.repeats, given.changes)
     print(json.dumps(found, indent=2))
 
 

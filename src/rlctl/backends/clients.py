@@ -150,9 +150,9 @@ class PolicyClient:
 
     def refresh_teacher(self, step: int) -> None:
         """Update the policy's own teacher, if it has one that is due after `step` steps."""
-        own = self._own_teacher
-        if own is not None and own.every is not None and step and step % own.every == 0:
-            self.group.call(PolicyWorker.update_teacher, own.rate)
+        teacher = self._own_teacher
+        if teacher is not None and teacher.every is not None and step and step % teacher.every == 0:
+            self.group.call(PolicyWorker.update_teacher, teacher.rate)
 
     def export_logprobs(self) -> dict[int, list[object]]:
         """Return the handles of the log-probs of each group of the loaded batch, as a teacher's ranks compute them."""

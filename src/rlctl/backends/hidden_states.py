@@ -56,7 +56,7 @@ class HeadTap:
     @contextlib.contextmanager
     def recorded(self, values: dict[str, list[Tensor]]) -> Iterator[None]:
         plain: Callable[..., Tensor] = getattr(self.owner, self.name)
-        own = self.name in vars(self.owner)
+        overridden = self.name in vars(self.owner)
 
         def recording(hidden_UH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             logits = plain(hidden_UH, *args, **kwargs)
@@ -68,7 +68,7 @@ class HeadTap:
         try:
             yield
         finally:
-            if own:
+            if overridden:
                 setattr(self.owner, self.name, plain)
             else:
                 delattr(self.owner, self.name)

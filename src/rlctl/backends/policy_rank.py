@@ -270,9 +270,9 @@ class PolicyRank(WeightSource, ABC):
         self._adapter, self._waiting = 0, {}
         self._rows = []
         self.own_teacher = None
-        if (own := self.spec.own_teacher) is not None:
+        if (teacher := self.spec.own_teacher) is not None:
             vocab = self.spec.facts.vocab
-            self.own_teacher = self._beside(self.spec.teaching(Teaching(vocab, min(own.top, vocab))))
+            self.own_teacher = self._beside(self.spec.teaching(Teaching(vocab, min(teacher.top, vocab))))
         self.beside, self._active = [], self
         for other in self.spec.beside:
             if not self.spec.together:
@@ -609,8 +609,8 @@ class PolicyRank(WeightSource, ABC):
         spans = [(columns[rollout.position], rollout.span(columns[rollout.position])) for rollout in rollouts]
         texts = [(group.tokens_T[span], group.loss_mask_T[span]) for group, span in spans]
         logprobs: dict[int, GroupLogprobs] = {at: {} for at in places}
-        for rollout, found in zip(rollouts, endpoint.logprobs(texts, top), strict=True):
-            logprobs[rollout.position][rollout.key] = found
+        for rollout, group_logprobs in zip(rollouts, endpoint.logprobs(texts, top), strict=True):
+            logprobs[rollout.position][rollout.key] = group_logprobs
         return None, list(logprobs.values())
 
     def take_tokens(self, handles: Mapping[int, Sequence[Sequence[object]]], fetch: Fetch) -> None:

@@ -100,8 +100,8 @@ class Teacher:
                 asked = self.student.ask_teacher(member.place, places, self.mixture.top)
                 parts |= {(at, number): handles for at, handles in asked.items()}
         for number in self._turns(owners.values()):
-            own = replace(batch, minibatches=batch.for_teachers.get(number, batch.minibatches))
-            self._ranks.load_batch(_part(own, {at for at, numbers in owners.items() if number in numbers}))
+            own_batch = replace(batch, minibatches=batch.for_teachers.get(number, batch.minibatches))
+            self._ranks.load_batch(_part(own_batch, {at for at, numbers in owners.items() if number in numbers}))
             parts |= {(at, number): handles for at, handles in self._ranks.export_logprobs().items()}
         if self.mixture.asks_again:
             parts |= self._asked_again(

@@ -450,9 +450,9 @@ def _require_membership(address: str) -> None:
             break
         time.sleep(0.2)
     if not alive & {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}:
-        known = ", ".join(sorted(alive)) or "none"
+        addresses = ", ".join(sorted(alive)) or "none"
         raise MachineError(
-            f"This machine is not a node of the Ray cluster at {address} (its nodes are {known}).",
+            f"This machine is not a node of the Ray cluster at {address} (its nodes are {addresses}).",
             f"Run rlctl on one of them, or add this machine: `ray start --address {address}`.",
         )
 

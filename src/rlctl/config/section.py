@@ -43,15 +43,15 @@ class Section(BaseModel):
         """Return the description of each key that has one: the docstring below its field."""
         # pydantic's `use_attribute_docstrings` reads the source of every class when it is defined, a fifth of the
         # processor time of `rlctl plan`. Only help and schemas need it.
-        found = dict[str, str]()
+        descriptions = dict[str, str]()
         for base in reversed(cls.__mro__):
             if issubclass(base, Section):
                 docstrings = _docstrings(base)
                 for name in inspect.get_annotations(base):
-                    found.pop(name, None)
+                    descriptions.pop(name, None)
                     if name in docstrings:
-                        found[name] = docstrings[name]
-        return found | {name: field.description for name, field in cls.model_fields.items() if field.description}
+                        descriptions[name] = docstrings[name]
+        return descriptions | {name: field.description for name, field in cls.model_fields.items() if field.description}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:

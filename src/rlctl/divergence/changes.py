@@ -113,13 +113,13 @@ def _linears(sublayer: SubLayer) -> dict[str, nn.Linear]:
 def _other_weights(sublayer: SubLayer) -> Iterator[Change]:
     """Weights of another layer, or of an earlier version of the model."""
     for owner, other in sublayer.others.items():
-        own, values = _parameters(sublayer), _parameters(other)
-        if [value.shape for _, value in values] != [value.shape for _, value in own]:
+        ours, values = _parameters(sublayer), _parameters(other)
+        if [value.shape for _, value in values] != [value.shape for _, value in ours]:
             continue
-        groups = {"": [*range(len(own))]}
+        groups = {"": [*range(len(ours))]}
         for path in sublayer.modules:
-            groups[f"{_short(path)} "] = [place for place, (name, _) in enumerate(own) if name.startswith(f"{path}.")]
-        groups |= {f"{_short(name)} ": [place] for place, (name, _) in enumerate(own)}
+            groups[f"{_short(path)} "] = [place for place, (name, _) in enumerate(ours) if name.startswith(f"{path}.")]
+        groups |= {f"{_short(name)} ": [place] for place, (name, _) in enumerate(ours)}
         for whose, places in groups.items():
 
             def take(edits: Edits, live: SubLayer, places: Sequence[int] = places, other: SubLayer = other) -> None:

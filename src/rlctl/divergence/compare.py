@@ -148,12 +148,12 @@ def _point(
     never: Sequence[int],
 ) -> Examined:
     if point == LOGITS:
-        inputs, outputs, own = _at_predictions(inputs, outputs, reference.logits)
+        inputs, outputs, expected = _at_predictions(inputs, outputs, reference.logits)
         compute: Any = _Head(reference, never)
-        outputs, own = [_without(part, never) for part in outputs], [_without(part, never) for part in own]
+        outputs, expected = [_without(part, never) for part in outputs], [_without(part, never) for part in expected]
     else:
         sublayer = reference.sublayers[point]
-        compute, own = sublayer, sublayer.outputs(reference.streams[point])
+        compute, expected = sublayer, sublayer.outputs(reference.streams[point])
     if any(part.isnan().all() for part in inputs):  # nothing finite comes in: an earlier point has the finding
         nan_N = torch.full((1,), torch.nan)
         return Examined(_measure(point, nan_N, torch.nan, nan_N, nan_N))
@@ -168,7 +168,7 @@ def _point(
         least = max(least, torch.finfo(torch.float32).eps * max(len(part) for part in inputs) / 8)
     limits_N = FACTOR * noises_N.clamp(min=max(typical, least))
     errors_N = relative(outputs, truths)
-    measure = _measure(point, errors_N, typical, limits_N, relative(outputs, own))
+    measure = _measure(point, errors_N, typical, limits_N, relative(outputs, expected))
     return Examined(measure, list(inputs), list(outputs), limits_N)
 
 
@@ -213,12 +213,12 @@ def _known(outputs: Sequence[Tensor], *others: Sequence[Tensor]) -> tuple[list[T
 
 
 def _at_predictions(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], own: Sequence[Tensor]
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Keep the tokens with logits, and the columns of the vocabulary: programs pad it."""
-    known_inputs, known_outputs, known_own = _known(inputs, outputs, own)
-    width = own[0].shape[-1]
-    return known_inputs, [part[:, :width] for part in known_outputs], known_own
+    known_inputs, known_outputs, known_expected = _known(inputs, outputs, expected)
+    width = expected[0].shape[-1]
+    return known_inputs, [part[:, :width] for part in known_outputs], known_expected
 
 
 def logprobs(reference: Reference, states: States, never: Sequence[int]) -> list[tuple[int, int, float, float]]:

@@ -191,14 +191,14 @@ class Sandbox(ABC):
 
     async def _spawned(self, command: Sequence[str], variables: Mapping[str, str], **settings: Any) -> Process:
         words, environment = self._outside(command, variables)
-        own = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self._most_disk, own[1]))  # the command inherits it
+        file_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self._most_disk, file_limits[1]))  # the command inherits it
         try:
             return await asyncio.create_subprocess_exec(*words, env=environment, start_new_session=True, **settings)
         except OSError as error:
             raise SandboxError("raised", f"{words[0]} cannot be started: {error.strerror or error}") from error
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, own)
+            resource.setrlimit(resource.RLIMIT_FSIZE, file_limits)
 
     def _end(self, process: Process) -> None:
         """End all that a command has started: its process group in one call, which no fork bomb outruns."""

@@ -134,13 +134,16 @@ def _teachers(job: Job) -> list[str]:
     section = job.config.teacher_section
     if section is None or (job.config.named_teacher is None and not section.served):
         return []
-    models, own = iter(job.teachers), job.config.tokenizer_teachers
+    models, tokenizer_teachers = iter(job.teachers), job.config.tokenizer_teachers
     lines = list[str]()
     for number, entry in enumerate(section.models or (None,)):
         if entry is not None and entry.endpoint is not None:
             parts = [f"teacher: {entry.model or 'the model'} at {entry.endpoint}"]
         else:
-            parts = [f"teacher: {next(models).files.label}", *(["own tokenizer"] if number in own else [])]
+            parts = [
+                f"teacher: {next(models).files.label}",
+                *(["own tokenizer"] if number in tokenizer_teachers else []),
+            ]
         if entry is not None:
             parts += [f"weight {entry.weight:g}"] if len(section.models) > 1 else []
             parts += [f"for {', '.join(entry.sources)}"] if entry.sources else []

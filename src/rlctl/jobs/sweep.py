@@ -82,8 +82,8 @@ def run_sweep(variants: Sequence[tuple[str, Resolved]], *, quiet: bool, own_proc
         display.say(f"sweep: {len(sweep.runs)} runs in {sweep.directory}, plan: {sweep.runs[0].job.plan.name()}")
         with _reporting(sweep, display):
             steps = _train(sweep, display, stop, ray) if sweep.left else {}
-        summaries = {one.label: _summary(sweep, one, steps, stop, started) for one in sweep.runs}
-    with_steps = [one.run.path for one in sweep.runs if one.run.has_steps()]
+        summaries = {swept.label: _summary(sweep, swept, steps, stop, started) for swept in sweep.runs}
+    with_steps = [swept.run.path for swept in sweep.runs if swept.run.has_steps()]
     page = compare_runs(with_steps, sweep.directory / "comparison.html")
     seconds = time.perf_counter() - started
     diverged = tuple(sweep.diverged)
@@ -96,9 +96,9 @@ def _reporting(sweep: Sweep, display: Display) -> Iterator[None]:
     try:
         yield
     except (RlctlError, KeyboardInterrupt) as error:
-        begun = [one for one in sweep.runs if one.run.has_steps()]
-        for one in begun:
-            written_report(one.run, one.display, "stopped" if sweep.record.end_of(one) is None else "finished")
+        begun = [swept for swept in sweep.runs if swept.run.has_steps()]
+        for swept in begun:
+            written_report(swept.run, swept.display, "stopped" if sweep.record.end_of(swept) is None else "finished")
         if not begun or len(sweep.diverged) == len(sweep.runs):
             raise
         if isinstance(error, KeyboardInterrupt):
@@ -113,13 +113,13 @@ def how_to_continue(directory: Path | str) -> str:
     return f"The same command continues the sweep (with --run-dir {shlex.quote(str(directory))})."
 
 
-def _summary(sweep: Sweep, one: Swept, steps: dict[str, int], stop: StopRequest, started: float) -> RunSummary:
-    end = sweep.record.end_of(one)
-    lines = written_report(one.run, one.display, "stopped" if end is None else "finished")
+def _summary(sweep: Sweep, swept: Swept, steps: dict[str, int], stop: StopRequest, started: float) -> RunSummary:
+    end = sweep.record.end_of(swept)
+    lines = written_report(swept.run, swept.display, "stopped" if end is None else "finished")
     return summary_of(
-        one.job, one.run, lines, steps=steps[one.label] if end is None else end.step,
-        seconds=time.perf_counter() - started if one.label in steps else 0.0,
-        interrupted=end is None, stopped_by=stop.by if one.label in steps else None,
+        swept.job, swept.run, lines, steps=steps[swept.label] if end is None else end.step,
+        seconds=time.perf_counter() - started if swept.label in steps else 0.0,
+        interrupted=end is None, stopped_by=stop.by if swept.label in steps else None,
     )  # fmt: skip
 
 
@@ -130,27 +130,27 @@ def _train(sweep: Sweep, display: Display, stop: StopRequest, ray: BesideSession
         job, workers = start_processes(left[0].job, left[0].run, display, stop, ray, stack)
         workers.policy.hold_adapters(len(left))
         saved = list[Checkpoint | None]()
-        for number, one in enumerate(left):
+        for number, swept in enumerate(left):
             workers.policy.use_adapter(number)
-            manifest = manifest_of(one.job)
-            saved.append(first_or_newest(one.job, one.run, workers, one.display, manifest, one.resumes))
-        own = job.plan.generation is not None and job.plan.generation.runs > 1
-        shares = workers.shares(len(sweep.runs)) if own else [workers]
-        sync = None if own else open_sync(job, workers, display, stack, first=saved[0] is None)
+            manifest = manifest_of(swept.job)
+            saved.append(first_or_newest(swept.job, swept.run, workers, swept.display, manifest, swept.resumes))
+        each_has_engines = job.plan.generation is not None and job.plan.generation.runs > 1
+        shares = workers.shares(len(sweep.runs)) if each_has_engines else [workers]
+        sync = None if each_has_engines else open_sync(job, workers, display, stack, first=saved[0] is None)
         turns = list[tuple[Swept, SweptLoop]]()
-        for number, (one, resume_from) in enumerate(zip(left, saved, strict=True)):
-            share = shares[sweep.runs.index(one) if own else 0]
-            if own:
+        for number, (swept, resume_from) in enumerate(zip(left, saved, strict=True)):
+            share = shares[sweep.runs.index(swept) if each_has_engines else 0]
+            if each_has_engines:
                 sync = open_sync(job, share, display, stack, first=resume_from is None)
-            own_workers = with_scorers(share, one.job.workers_spec()) if number else share
+            own_workers = with_scorers(share, swept.job.workers_spec()) if number else share
             parts, step, version = open_parts(
-                one.job, one.run, own_workers, one.display, stack, sync=sync, resume_from=resume_from,
-                recovers=False, ahead=own,
+                swept.job, swept.run, own_workers, swept.display, stack, sync=sync, resume_from=resume_from,
+                recovers=False, ahead=each_has_engines,
             )  # fmt: skip
-            turns.append((one, SweptLoop(one.job, parts, number, step, version)))
+            turns.append((swept, SweptLoop(swept.job, parts, number, step, version)))
         display.close()
         _take_turns(sweep, turns, stop)
-        return {one.label: loop.step for one, loop in turns}
+        return {swept.label: loop.step for swept, loop in turns}
 
 
 def with_scorers(workers: RunWorkers, spec: RunWorkersSpec) -> RunWorkers:
@@ -169,18 +169,18 @@ def _take_turns(sweep: Sweep, turns: Sequence[tuple[Swept, SweptLoop]], stop: St
     under_way = list(turns)
     with stop.between_steps(), rare_garbage_collection():
         while under_way and not stop.requested:
-            for one, loop in list(under_way):
+            for swept, loop in list(under_way):
                 diverged = ""
                 try:
                     if not loop.ended:
                         loop.advance(stop)
                 except DivergenceError as error:
                     diverged = error.message
-                    one.display.say(f"{diverged} {error.hint or ''}")
+                    swept.display.say(f"{diverged} {error.hint or ''}")
                 if loop.ended or diverged:
                     loop.end()
-                    sweep.record.add(one, loop.step, diverged)
-                    under_way.remove((one, loop))
+                    sweep.record.add(swept, loop.step, diverged)
+                    under_way.remove((swept, loop))
                 if stop.requested:
                     break
         for _, loop in under_way if stop.requested else ():

@@ -69,13 +69,13 @@ class Record:
         self._path, self._values = directory / RECORD, values
         self._ends = {label: End(**end) for label, end in _stored(self._path).get("ends", {}).items()}
 
-    def end_of(self, one: Swept) -> End | None:
+    def end_of(self, swept: Swept) -> End | None:
         """Return the end of a run; None: it has steps left."""
-        end = self._ends.get(one.label)
-        return end if end is not None and (end.diverged or end.of >= one.steps) else None
+        end = self._ends.get(swept.label)
+        return end if end is not None and (end.diverged or end.of >= swept.steps) else None
 
-    def add(self, one: Swept, step: int, diverged: str = "") -> None:
-        self._ends[one.label] = End(step, one.steps, diverged)
+    def add(self, swept: Swept, step: int, diverged: str = "") -> None:
+        self._ends[swept.label] = End(step, swept.steps, diverged)
         self.write()
 
     def write(self) -> None:
@@ -223,11 +223,11 @@ def _opened(label: str, job: Job, directory: Path, begun: RunDirectory | None, q
             raise
 
 
-def _steps_of(one: Swept) -> int:
+def _steps_of(swept: Swept) -> int:
     """Return the steps that a run has finished. One that was killed during its last save gets its last line of metrics
     back."""
-    checkpoints = one.run.checkpoints()
-    if checkpoints and checkpoints[-1].step >= one.steps:
-        one.run.open_metrics(checkpoints[-1])
-    lines = read_metrics(one.run.metrics)
+    checkpoints = swept.run.checkpoints()
+    if checkpoints and checkpoints[-1].step >= swept.steps:
+        swept.run.open_metrics(checkpoints[-1])
+    lines = read_metrics(swept.run.metrics)
     return lines[-1]["step"] if lines else 0

@@ -186,7 +186,9 @@ def family_problem(facts: ModelFacts, backend: str | None) -> str | None:
         return f"model.name: the backend {backend} trains no images of {facts.family}; --backend dtensor does"
     reason = f"model.name: family {facts.family} has no weight map for the backend {backend}"
     names = [tensor.name for tensor in facts.listed] if backend == "megatron" else []
-    lacking = next((why for part, why in LAYERS_APART.items() if any(part in name for name in names)), "")
+    lacking = next(
+        (description for part, description in LAYERS_APART.items() if any(part in name for name in names)), ""
+    )
     reason += f", whose {lacking}" if lacking else ""
     return f"{reason}, and {missing}" if missing else f"{reason}; --backend dtensor needs none"
 

@@ -97,12 +97,12 @@ def _numbers(adapter: PeftConfig) -> dict[str, Any]:
 def _layers(adapter: PeftConfig, facts: ModelFacts) -> dict[str, Any]:
     """Return targets and patterns for the adapter's layers: PEFT's, where they mean these layers, else all names."""
     stored = targets_in(adapter)
-    known = {place.module: place for place in places(facts)}
-    if lost := sorted(stored.keys() - known.keys()):
+    places_by_module = {place.module: place for place in places(facts)}
+    if lost := sorted(stored.keys() - places_by_module.keys()):
         raise InputError(
             f"{adapter.label}: the model has no layer {lost[0]} that rlctl can put an adapter on.", _owner(adapter)
         )
-    _require_shapes(adapter, known, facts)
+    _require_shapes(adapter, places_by_module, facts)
     modules, parameters = (adapter.values.get(key) or () for key in ("target_modules", "target_parameters"))
     by_config = modules if isinstance(modules, str) else sorted({*modules, *parameters})
     exclude = adapter.values.get("exclude_modules") or ()
@@ -120,12 +120,12 @@ def _layers(adapter: PeftConfig, facts: ModelFacts) -> dict[str, Any]:
     )
 
 
-def _require_shapes(adapter: PeftConfig, known: Mapping[str, Place], facts: ModelFacts) -> None:
+def _require_shapes(adapter: PeftConfig, places_by_module: Mapping[str, Place], facts: ModelFacts) -> None:
     """Raise InputError for tensors of another shape than the model and the ranks take, by the file's header."""
     stored = modules_in(adapter, whole_modules=True)
     for module, pair in stored.items():
         target = target_of(module, stored, adapter)
-        place, rank = known[target.removesuffix(".weight")], adapter.rank_of(target)
+        place, rank = places_by_module[target.removesuffix(".weight")], adapter.rank_of(target)
         shapes = pair["A"].shape, pair["B"].shape
         if shapes != (wanted := peft_shapes(place, rank)):
             raise InputError(

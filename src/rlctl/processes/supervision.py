@@ -36,12 +36,12 @@ def adopt_orphans(on: bool = True) -> None:
 
 def descendants(pid: int, most: int | None = None, spared: Collection[int] = ()) -> list[int]:
     """Return the processes below a process, at most about `most`, without the spared ones and those below them."""
-    found, waiting = [], [pid]
-    while waiting and (most is None or len(found) <= most):
+    descendants, waiting = [], [pid]
+    while waiting and (most is None or len(descendants) <= most):
         children = [child for child in _children(waiting.pop()) if child not in spared]
-        found += children
+        descendants += children
         waiting += children
-    return found
+    return descendants
 
 
 def _children(pid: int) -> list[int]:

@@ -168,18 +168,18 @@ def small_values(config: RlctlConfig, plan: Plan, stand_ins: StandIns) -> dict[s
 def _teachers(config: RlctlConfig, stand_in: str) -> dict[str, Any]:
     """Return the values of teachers, with one stand-in for all. Each of several has all rows: generated rows may lack
     the sources and fields that divide them."""
-    one = {"teacher.model": stand_in, "teacher.revision": None}
+    single_teacher = {"teacher.model": stand_in, "teacher.revision": None}
     if not (listed := config.listed_teachers) or config.teacher_section is None:
-        return one
-    own, mix = config.tokenizer_teachers, config.teacher_section.mix
+        return single_teacher
+    with_tokenizer, mix = config.tokenizer_teachers, config.teacher_section.mix
     if len(listed) == 1:
-        single = {"teacher.own_tokenizer": True} if own else {}
-        return {**one, **single, "teacher.models": (), "teacher.mix": "probabilities", "teacher.field": None}
+        single = {"teacher.own_tokenizer": True} if with_tokenizer else {}
+        return {**single_teacher, **single, "teacher.models": (), "teacher.mix": "probabilities", "teacher.field": None}
     models = [
-        {"model": stand_in, "weight": entry.weight, **({"own_tokenizer": True} if number in own else {})}
+        {"model": stand_in, "weight": entry.weight, **({"own_tokenizer": True} if number in with_tokenizer else {})}
         for number, entry in listed.items()
     ]
-    return {"teacher.models": models, "teacher.mix": "divergences" if own else mix, "teacher.field": None}
+    return {"teacher.models": models, "teacher.mix": "divergences" if with_tokenizer else mix, "teacher.field": None}
 
 
 def _data(config: RlctlConfig, stand_ins: StandIns) -> dict[str, Any]:

@@ -209,7 +209,7 @@ class TextStream(PromptStream):
     ) -> tuple[dict[int, TrainedText], dict[str, np.ndarray]]:
         """Return a row's text in the tokenization of each teacher that has its own, up to the limit; and the columns
         [T] of chunks over `texts` and these."""
-        found: dict[int, TrainedText] = {}
+        texts_of_teachers: dict[int, TrainedText] = {}
         of_chunks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         tokenizer = self._named[row.source].encoder.tokenizer
         text, ours = trimmed(tokenizer, str(row.prompt)), len(texts[0].tokens_T)
@@ -218,13 +218,15 @@ class TextStream(PromptStream):
             tokens, *theirs = read_text(self.teachers[number], text)
             own_T, their_T = chunks((token_texts[0], token_texts[1]), (theirs[0], theirs[1]))
             tokens_T = np.array(tokens, np.int32)[: self.limit]
-            found[number] = TrainedText(tokens_T, np.arange(len(tokens_T)) > 0)
+            texts_of_teachers[number] = TrainedText(tokens_T, np.arange(len(tokens_T)) > 0)
             of_chunks[number] = own_T[:ours], their_T[: self.limit]
         columns_T: dict[str, np.ndarray] = {}
         for number, (own_T, their_T) in of_chunks.items():
-            beside = {other: np.full(len(each.tokens_T), -1) for other, each in found.items()} | {number: their_T}
+            beside = {other: np.full(len(each.tokens_T), -1) for other, each in texts_of_teachers.items()} | {
+                number: their_T
+            }
             columns_T[chunk_column(number)] = np.concatenate([own_T, *beside.values()]).astype(np.float32)
-        return found, columns_T
+        return texts_of_teachers, columns_T
 
     def brings_reference(self, row: PromptRow) -> bool:
         """Return whether a row has reference log-probs. Raises InputError unless they are two finite numbers."""

@@ -200,8 +200,8 @@ class ModelTurns:
         for number, context in enumerate(contexts):
             for place, turn in enumerate(context):
                 self._write(turn, begins=place == 0, anew=number > 0 and place == 0)
-        known = set(map(id, trained))
-        dropped = [turn for turn in self._turns if id(turn) not in known]
+        trained_ids = set(map(id, trained))
+        dropped = [turn for turn in self._turns if id(turn) not in trained_ids]
         for turn in dropped:
             said = (*turn.prompt.read, self._said(turn))
             reason = self._auxiliary(turn.question)

@@ -38,13 +38,13 @@ def request_tree(sample: Record) -> list[str]:
     children: dict[int | None, list[Record]] = {}
     for turn in sorted(answers, key=lambda turn: turn["request"]["number"]):
         children.setdefault(turn["request"]["parent"], []).append(turn)
-    known = {turn["request"]["number"]: turn["request"] for turn in answers}
-    begins = [turn for parent, turns in children.items() if parent not in known for turn in turns]
+    requests = {turn["request"]["number"]: turn["request"] for turn in answers}
+    begins = [turn for parent, turns in children.items() if parent not in requests for turn in turns]
     lines, waiting = list[str](), [(0, turn) for turn in reversed(begins)]
     while waiting:
         depth, turn = waiting.pop()
         request = turn["request"]
-        lines.append("  " * depth + _line(turn, known.get(request["parent"])))
+        lines.append("  " * depth + _line(turn, requests.get(request["parent"])))
         following = children.get(request["number"], [])
         waiting += [(depth + (len(following) > 1), child) for child in reversed(following)]
     return [*lines, *_counted(sample)] if lines else []
@@ -103,19 +103,19 @@ def _of_branch(path: Sequence[Record]) -> dict[str, Any]:
 def paths(turns: Sequence[Record]) -> list[list[Record]]:
     """Return the conversations of an episode. A turn whose request does not continue the one before begins another,
     with the messages before it."""
-    found, between, last = [list[Record]()], list[Record](), None
+    groups, between, last = [list[Record]()], list[Record](), None
     for turn in turns:
         between.append(turn)
         if turn["role"] != "assistant":
             continue
         request = turn.get("request")
         if request and last is not None and (request["parent"] != last or turn.get("auxiliary")):
-            found.append([])
+            groups.append([])
         last = request["number"] if request else None
-        found[-1] += between
+        groups[-1] += between
         between = []
-    found[-1] += between
-    return found
+    groups[-1] += between
+    return groups
 
 
 def _trajectory(turns: Sequence[Record], name: str) -> dict[str, Any]:

@@ -167,24 +167,24 @@ def variant_of(facts: ModelFacts) -> str:
     return variant if variant in MORE else name
 
 
-def tiny_class_config(name: str, vocab: int = VOCAB_SIZE, **own: Any) -> Any:
+def tiny_class_config(name: str, vocab: int = VOCAB_SIZE, **keys: Any) -> Any:
     """Return transformers' configuration of a tiny model with layers of each kind that the type has by default. `name`
-    is a model type or one of its variants (`MORE`), `own` are further keys."""
+    is a model type or one of its variants (`MORE`), `keys` are further ones."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[name.partition(":")[0]]
-    known = kind().to_dict()
-    known |= {other: known.get(name) for other, name in getattr(kind, "attribute_map", {}).items()}
-    values = {key: value for key, value in SIZES.items() if known.get(key)}
-    if "rope_type" not in (known.get("rope_parameters") or {"rope_type": ""}):
+    defaults = kind().to_dict()
+    defaults |= {other: defaults.get(name) for other, name in getattr(kind, "attribute_map", {}).items()}
+    values = {key: value for key, value in SIZES.items() if defaults.get(key)}
+    if "rope_type" not in (defaults.get("rope_parameters") or {"rope_type": ""}):
         values.pop("rope_parameters", None)  # it has one for each kind of layer
-    kinds = list(dict.fromkeys(known.get("layer_types") or ()))
+    kinds = list(dict.fromkeys(defaults.get("layer_types") or ()))
     if kinds and not isinstance(getattr(kind, "layer_types", None), property):
         values["layer_types"] = (kinds * LAYERS)[: max(LAYERS, len(kinds))]
         values["num_hidden_layers"] = len(values["layer_types"])
-    values |= {key: value for key, value in ALWAYS.items() if key in known or key != "initializer_range"}
-    values |= {key: vocab for key in ("vocab_size", "vocab_size_per_layer_input") if key in known}
-    values |= MORE.get(name, {}) | {key: value for key, value in own.items() if key in known}
+    values |= {key: value for key, value in ALWAYS.items() if key in defaults or key != "initializer_range"}
+    values |= {key: vocab for key in ("vocab_size", "vocab_size_per_layer_input") if key in defaults}
+    values |= MORE.get(name, {}) | {key: value for key, value in keys.items() if key in defaults}
     return kind(**{key: copy.deepcopy(value) for key, value in values.items() if value is not None})  # it may change it
 
 

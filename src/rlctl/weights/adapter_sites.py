@@ -213,7 +213,7 @@ def places(facts: ModelFacts) -> tuple[Place, ...]:
         for matrix in some[:1]
         if matrix.role in EXPERTS
     )
-    found = []
+    sites = []
     for param, names in tensors.items():
         matrix = matrices[next(iter(names))][0]
         shape, role = layout.params[param].shape, matrix.role
@@ -225,8 +225,8 @@ def places(facts: ModelFacts) -> tuple[Place, ...]:
         linear = role not in (*EXPERTS, Role.ROUTER) or separate
         of_megatron = _of_megatron(facts, role, matrix.layer)
         transposed = matrix.axes[-2:] != tuple(sorted(matrix.axes[-2:]))
-        found.append(Place(param, role, matrix.layer, shape, tuple(names), fused, of_megatron, transposed, linear))
-    return tuple(found)
+        sites.append(Place(param, role, matrix.layer, shape, tuple(names), fused, of_megatron, transposed, linear))
+    return tuple(sites)
 
 
 def saved_whole(facts: ModelFacts, lora: LoraConfig) -> dict[str, str]:
@@ -238,7 +238,7 @@ def saved_whole(facts: ModelFacts, lora: LoraConfig) -> dict[str, str]:
     pieces = {piece.param.removesuffix(".weight"): piece for piece in module_layout(facts, "float32").pieces}
     roles = {module: matrices[piece.tensor][0].role for module, piece in pieces.items()}
     tables = {module for module, role in roles.items() if role in (Role.EMBEDDING, Role.HEAD)}
-    found: dict[str, str] = {}
+    trained: dict[str, str] = {}
     for entry in lora.modules_to_save:
         named = {module for module in pieces if module.endswith(entry)}
         if facts.tied_embeddings and HEAD_NAME.endswith(entry):
@@ -250,8 +250,8 @@ def saved_whole(facts: ModelFacts, lora: LoraConfig) -> dict[str, str]:
                 "layer of text models whole.",
                 f"Name some of {', '.join(sorted(tables))}.",
             )
-        found |= {pieces[module].param: pieces[module].tensor for module in named}
-    return found
+        trained |= {pieces[module].param: pieces[module].tensor for module in named}
+    return trained
 
 
 def dropout_problem(facts: ModelFacts, lora: LoraConfig) -> str:

@@ -41,13 +41,13 @@ def adapters_of_tensors(
     stored = read_pairs(config, whole_modules=whole_modules)
     if whole is not None:
         stored = _in_text(stored, directory, whole)
-    found: dict[str, LoraPair] = {}
+    pairs: dict[str, LoraPair] = {}
     for module, (a, b) in stored.items():
         target = target_of(module, stored, config)
         param = target if target in pieces else f"{target}.weight"
         if (expert := tensors.get(f"{module}.weight")) is not None and param not in pieces:  # as transformers 4 has it
             rows, columns = (span.count for span in expert.tensor_box)
-            found[expert.tensor] = LoraPair(*_checked(config, target, a, b, (rows, columns)), config.scale_of(target))
+            pairs[expert.tensor] = LoraPair(*_checked(config, target, a, b, (rows, columns)), config.scale_of(target))
             continue
         if param not in pieces:
             raise InputError(
@@ -57,8 +57,8 @@ def adapters_of_tensors(
         shape = layout.params[param].shape
         matrices = _checked(config, target, a, b, shape, transposed=param in transposed)
         pair = LoraPair(*matrices, config.scale_of(target))
-        found |= {piece.tensor: pair for piece, pair in _divided(pair, pieces[param], shape)}
-    return found
+        pairs |= {piece.tensor: pair for piece, pair in _divided(pair, pieces[param], shape)}
+    return pairs
 
 
 def module_of(target: str, targets: Collection[str]) -> str:

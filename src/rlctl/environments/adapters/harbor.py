@@ -250,11 +250,11 @@ def _terminal_bench(folder: Path, config: Mapping[str, Any]) -> AgentTask:
     service = next(iter(services.values()))
     build = service.get("build") or "."
     variables = dict(_pairs(service.get("environment") or []))
-    own = [volume for volume in service.get("volumes") or () if not str(volume).startswith("${T_BENCH_")]
+    own_volumes = [volume for volume in service.get("volumes") or () if not str(volume).startswith("${T_BENCH_")]
     _refuse(folder, {
         "several containers": len(services) > 1,
         f"{', '.join(map(str, set(service) - SERVICE))} in docker-compose.yaml": set(service) - SERVICE,
-        "volumes": own,
+        "volumes": own_volumes,
         "tests in the agent's shell": config.get("run_tests_in_same_shell"),
     })  # fmt: skip
     context = folder / (build if isinstance(build, str) else build.get("context", "."))
@@ -281,10 +281,10 @@ def _filled(variables: Mapping[str, Any] | None, folder: Path) -> dict[str, str]
     """Return variables with `${NAME}` and `${NAME:-default}` replaced. Raises InputError for an unset one."""
 
     def value(match: re.Match[str]) -> str:
-        found = os.environ.get(match[1], match[2])
-        if found is None:
+        value_set = os.environ.get(match[1], match[2])
+        if value_set is None:
             raise InputError(f"{folder} needs the variable {match[1]}, which is not set.", f"Set {match[1]}.")
-        return found
+        return value_set
 
     return {name: VARIABLE.sub(value, str(text)) for name, text in (variables or {}).items()}
 

@@ -18,8 +18,8 @@ from rlctl.weights.dtensor import COLUMN_ROLES, ROW_ROLES
 
 def lora_choice(facts: ModelFacts, lora: LoraConfig) -> LoraChoice:
     """Return the adapters that settings name. Raises ConfigError like `sites`."""
-    known = facts.listed or has_file(facts.family)
-    if not known:
+    has_tensors = facts.listed or has_file(facts.family)
+    if not has_tensors:
         return LoraChoice(lora.rank, _usual_kinds(facts, lora))
     matrices = weights_of(facts).by_tensor
     roles = {matrices[tensor][0].role for tensor in saved_whole(facts, lora).values()}

@@ -146,8 +146,8 @@ def seeing_parameters(facts: ModelFacts) -> int:
 @lru_cache(maxsize=1024)
 def outside_parameters(facts: ModelFacts) -> int:
     """Parameters outside the layers of a text model beyond embedding, head and final norm."""
-    known = (Role.EMBEDDING, Role.HEAD)
-    tensors = [tensor for tensor in facts.listed if not tensor.layers and tensor.role not in known]
+    counted = (Role.EMBEDDING, Role.HEAD)
+    tensors = [tensor for tensor in facts.listed if not tensor.layers and tensor.role not in counted]
     sizes = sum(prod(tensor.shape) for tensor in tensors) if facts.vision is None else 0
     return max(0, sizes - facts.hidden)
 

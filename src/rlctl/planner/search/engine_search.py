@@ -71,9 +71,9 @@ def engine_counts(request: Request, places: int) -> Iterator[tuple[int, int]]:
         return
     shared = request.cluster.is_cpu and runs <= request.cluster.devices
     for_each = min(max(places // runs, int(shared)), prompts)
-    own = for_each * runs if pinned is None else pinned * (pinned % runs == 0)
-    if own:
-        yield own, runs
+    total = for_each * runs if pinned is None else pinned * (pinned % runs == 0)
+    if total:
+        yield total, runs
 
 
 def ruled_engines(request: Request, devices: int) -> Iterator[tuple[GenerationChoice, list[Problem]]]:

@@ -202,14 +202,14 @@ def _engines_of_runs(plan: Plan, generation: GenerationChoice, adapters: LoraCho
     if generation.runs > 1:
         rule = "They keep the run's adapter, and sample its next batch while the policy trains the other runs."
         return "engines of a run", generation.of_run, rule
-    why = adapters.why_turns
-    if not why and plan.colocated and not plan.cluster.is_cpu:
-        why = "engines on the policy's GPUs sleep while it trains; generation.colocated=false gives them others"
+    reason = adapters.why_turns
+    if not reason and plan.colocated and not plan.cluster.is_cpu:
+        reason = "engines on the policy's GPUs sleep while it trains; generation.colocated=false gives them others"
     pinned = plan.pins.get("generation.engines")
-    if not why and pinned is not None and pinned % adapters.held:
-        why = f"generation.engines = {pinned} is no multiple of {_number(adapters.held, 'run')}"
-    why = why or "engines for each run do not fit, or are slower"
-    return "engines of a run", "all in turn", f"They get the adapter of the run with a refit before its step: {why}."
+    if not reason and pinned is not None and pinned % adapters.held:
+        reason = f"generation.engines = {pinned} is no multiple of {_number(adapters.held, 'run')}"
+    reason = reason or "engines for each run do not fit, or are slower"
+    return "engines of a run", "all in turn", f"They get the adapter of the run with a refit before its step: {reason}."
 
 
 def _teacher_rules(plan: Plan, teacher: TeacherPlan) -> Iterator[Ruled]:
