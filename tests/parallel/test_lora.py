@@ -79,8 +79,9 @@ CASES = {
     "experts-tp2-ep2": Case("qwen3moe-experts", ParallelSpec(tp=2, etp=1, dp=2, ep=2), recompute="full"),
     "mla-tp2": Case("deepseek", ParallelSpec(tp=2)),
     "gemma-tp2": Case("gemma3", ParallelSpec(tp=2)),
+    "some-pp2": Case("qwen2-some", ParallelSpec(pp=2)),  # the first stage has no adapters
 }
-QUICK = frozenset({"tp2-sp", "cp2", "moe-ep2", "mla-tp2", "gemma-tp2", "experts-ep2"})
+QUICK = frozenset({"some-pp2", "tp2-sp", "cp2", "moe-ep2", "mla-tp2", "gemma-tp2", "experts-ep2"})
 CASES |= {
     "vpp2": Case(parallel=ParallelSpec(pp=2, vpp=2), packing=False),
     "moe-tp2": Case("qwen3moe", ParallelSpec(tp=2)),
@@ -94,6 +95,7 @@ CASES |= {
 }
 SAVED = {name: CASES[name] for name in ("recompute", "tp2-sp", "vpp2", "moe-ep2", "mla-tp2", "gemma-tp2")}
 SAVED |= {
+    "some-pp2": Case("qwen2-some", ParallelSpec(tp=2)),
     "experts-ep2": Case("qwen3moe-experts", ParallelSpec(tp=2, etp=1)),
     "experts-tp2-ep2": Case("qwen3moe-experts", ParallelSpec(dp=4)),
 }

@@ -55,6 +55,7 @@ SETTINGS = {
     ),
     "qwen3moe-experts": LoraConfig(rank=3, alpha=6.0, targets="all-linear", rank_pattern={r"experts\.down_proj": 2}),
     "gpt-oss-experts": LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "gate_up_proj", "down_proj", "mlp.router")),
+    "qwen2-some": LoraConfig(rank=3, alpha=6.0, targets=("*layers.3.*_proj",), rank_pattern={"o_proj": 2}),
     "llama-whole": LoraConfig(rank=3, alpha=6.0, modules_to_save=("embed_tokens", "lm_head")),
     "llama-tied-whole": LoraConfig(rank=3, alpha=6.0, modules_to_save=("lm_head",)),
     "deepseek-experts": LoraConfig(rank=3, alpha=6.0, targets=("gate_proj", "up_proj", "down_proj"), rslora=True),
@@ -64,6 +65,10 @@ USUAL = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_
 ADAPTED = {
     "gemma3": dict.fromkeys(("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), (3, 2.0)),
     "qwen3moe": {"q_proj": (3, 2.0), "k_proj": (3, 1.0), "v_proj": (3, 2.0), "o_proj": (2, 3.0), "mlp.gate": (3, 2.0)},
+    "qwen2-some": {"layers.3.self_attn.o_proj": (2, 3.0)} | {
+        f"layers.3.{name}": (3, 2.0) for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+                                                  "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    },
     "deepseek": {"shared_experts.down_proj": (5, 6 / 5**0.5)} | dict.fromkeys(
         ("o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "gate_proj", "up_proj",
          "mlp.down_proj", "mlp.gate"), (3, 6 / 3**0.5)

@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 KINDS |= {f"{kind}-experts": KINDS[kind] for kind in ("qwen3moe", "deepseek")}  # with adapters on routed experts
 KINDS["gpt-oss-experts"] = ("gpt-oss", {})
+KINDS["qwen2-some"] = KINDS["qwen2"]  # with adapters on the last layer alone
 KINDS |= {f"{kind}-whole": KINDS[kind] for kind in ("llama", "llama-tied")}  # with modules that are trained whole
 """Families, and what is set in them."""
 

@@ -135,6 +135,14 @@ class Sites:
     def by_tensor(self) -> dict[str, Site]:
         return {tensor: site for site in self.all for tensor in site.place.tensors}
 
+    def are_alike(self, layers: int) -> bool:
+        """Return whether each of the model's layers has the same adapters."""
+        of_layer: dict[str, set[tuple[str, int]]] = {}
+        for site in self.all:
+            _, layer, name = re.split(r"\.(\d+)\.", site.module, maxsplit=1)
+            of_layer.setdefault(layer, set()).add((name, site.rank))
+        return len(of_layer) == layers and len(set(map(frozenset, of_layer.values()))) == 1
+
 
 def sites(facts: ModelFacts, lora: LoraConfig) -> Sites:
     """Return the sites that settings name. Raises ConfigError for names and patterns of no layer."""

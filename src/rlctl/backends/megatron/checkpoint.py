@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rlctl.backends.lora_adapter import is_adapter
 from rlctl.backends.megatron.compat import call_known
-from rlctl.backends.megatron.lora import core_of
+from rlctl.backends.megatron.lora import core_of, trains_adapters
 from rlctl.backends.megatron.optimizer import count_of, inner_optimizers, make_states, ranges, set_count
 from rlctl.backends.policy_rank import Save
 from rlctl.checkpoints.background_writes import Snapshot, with_own_storage, write_items
@@ -129,7 +129,7 @@ def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
     for key, chunk in _chunk_keys(chunks):
         core = core_of(chunk)
         make_pickles(loaded[key], get_fp8_recipe(core.config) if core.config.fp8 else None)
-        core.load_state_dict(loaded[key], strict=not _has_adapters(core))
+        core.load_state_dict(loaded[key], strict=not trains_adapters(core))
     states = loaded["optimizer"].get("states", {})
     for number, inner in enumerate(inner_optimizers(optimizer)):
         _take_states(inner, states.get(number, {}))
@@ -151,14 +151,10 @@ def _sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
 
 def _trained_part(core: Any, metadata: dict[str, Any]) -> dict[str, Any]:
     state = core.sharded_state_dict(metadata=metadata)
-    if not _has_adapters(core):
+    if not trains_adapters(core):
         return state
     trained = {name for name, value in core.named_parameters() if value.requires_grad}
     return {key: value for key, value in state.items() if is_adapter(key) or key in trained}
-
-
-def _has_adapters(core: Any) -> bool:
-    return any(is_adapter(name) for name, _ in core.named_parameters())
 
 
 def _chunk_keys(chunks: list[Any]) -> list[tuple[str, Any]]:

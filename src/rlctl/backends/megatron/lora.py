@@ -126,6 +126,9 @@ def adapt(model: Any, spec: PolicySpec) -> None:
     """Freeze a model chunk and add adapters (A uniform, B 0) at the sites that settings name. Raises ConfigError for
     modules that adapters do not cover."""
     model.requires_grad_(False)
+    model.trains_adapters = True  # also on a pipeline stage whose layers have none
+    # Megatron's checkpoints stack layers, which then need adapters of the same shapes.
+    model.config.hetereogenous_dist_checkpoint |= not sites(spec.facts, spec.lora).are_alike(spec.facts.layers)
     of_params = _sites_of_params(spec)
     for name, module in model.named_modules():
         param = f"{global_name(model, name) if spec.parallel.vpp > 1 else name}.weight"
@@ -193,6 +196,10 @@ def _first_a(site: Site, seed: int, expert: int | None) -> Tensor:
     shape, _ = site.place.adapter_shapes(site.rank)
     whole = first_a(prod(shape[:-1]), shape[-1], seed, site.module).view(shape)
     return whole if expert is None else whole[expert]
+
+
+def trains_adapters(core: Any) -> bool:
+    return getattr(core, "trains_adapters", False)
 
 
 def core_of(chunk: Any) -> Any:

@@ -147,7 +147,7 @@ def count_of(optimizer: Any) -> int:
     for inner in inner_optimizers(optimizer):
         counts += [muon.steps] if (muon := muon_of(inner.optimizer)) is not None else []
         counts += [int(state["step"]) for state in inner.optimizer.state.values() if "step" in state][:1] or [
-            int(group.get("step", 0)) for group in inner.optimizer.param_groups if group["params"]
+            int(group.get("step", 0)) for group in inner.optimizer.param_groups
         ]
     return max(counts)
 
@@ -193,10 +193,14 @@ def take_step(optimizer: Any, lr: float, weight_decay: float | None = None) -> S
     if skipped:
         return StepOutcome(norm, skipped=True, loss_scale=scale)
     for inner in inners:
-        if 0 < inner.config.clip_grad < norm:
+        params = inner.get_parameters()  # none on a pipeline stage whose layers have no adapters
+        if params and 0 < inner.config.clip_grad < norm:
             decoupled = getattr(inner.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
-            clip_grad_by_total_norm_fp32(inner.get_parameters(), inner.config.clip_grad, norm, decoupled)
+            clip_grad_by_total_norm_fp32(params, inner.config.clip_grad, norm, decoupled)
     optimizer.step_with_ready_grads()
+    for group in optimizer.param_groups:
+        if not group["params"]:  # on such a stage no optimizer counts, and the first stage writes the number
+            group["step"] = group.get("step", 0) + 1
     return StepOutcome(norm, skipped=False, loss_scale=scale)
 
 
