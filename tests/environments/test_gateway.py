@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from rlctl.environments.gateway.responses import Responses
 from rlctl.environments.gateway.server import Gateway
 from rlctl.environments.interface import Ask
 from rlctl.environments.running_episode import checked_ask
+from rlctl.errors import MachineError
+from rlctl.settings.rewards import EnvironmentConfig, host_and_port
+from support.toy_gym import free_port
 
 CALL = ToolCall("call00000", "look", '{"at": 2.0, "by": "eye"}')
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -391,3 +395,50 @@ def test_an_answer_is_found_again_as_clients_send_it_back(returned: dict[str, An
     found = known.continued(later, conversation_digests(later, [TOOL]))
     assert found == ((2, "turn") if same else (0, None))
     assert known.continued(later, conversation_digests(later, [])) == (0, None)
+
+
+def test_engines_share_out_the_ports_from_a_chosen_one_on_and_name_them_in_a_given_address() -> None:
+    async def opened() -> list[str]:
+        first = free_port()
+        gateways = [Gateway("127.0.0.1", first, address) for address in (None, "https://agents.example/{port}/", None)]
+        try:
+            urls = [(await gateway.open(Scripted())).url.rpartition("/")[0] for gateway in gateways]
+        finally:
+            for gateway in gateways:
+                gateway.close()
+        ports = [int(url.rpartition("/" if "example" in url else ":")[2]) for url in urls]
+        assert first <= ports[0] < ports[1] < ports[2] < first + 256
+        return [url.replace(str(port), "PORT") for url, port in zip(urls, ports, strict=True)]
+
+    assert asyncio.run(opened()) == ["http://127.0.0.1:PORT", "https://agents.example/PORT", "http://127.0.0.1:PORT"]
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    with pytest.raises(MachineError, match=r"environment.listen: this machine cannot listen at 198.51.100.7, port any"):
+        asyncio.run(Gateway("198.51.100.7").open(Scripted()))
+
+
+@pytest.mark.parametrize(
+    ("listen", "expected"),
+    [
+        ("127.0.0.1", ("127.0.0.1", 0)), ("0.0.0.0:8700", ("0.0.0.0", 8700)), ("::1", ("::1", 0)),
+        ("[::1]", ("::1", 0)), ("[fd00::7]:8700", ("fd00::7", 8700)), ("worker", ("worker", 0)),
+    ],
+)  # fmt: skip
+def test_listen_is_a_host_with_or_without_a_port(listen: str, expected: tuple[str, int]) -> None:
+    """URLs (RFC 3986) write addresses of IPv6 in brackets before a port."""
+    assert host_and_port(EnvironmentConfig(listen=listen).listen) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"listen": "0.0.0.0:http"}, "environment.listen = '0.0.0.0:http': 'http' is no port"),
+        ({"listen": "0.0.0.0:70000"}, "'70000' is no port"),
+        ({"address": "agents.example"}, "environment.address = 'agents.example' is no http:// or https:// address"),
+        ({"address": "https://{host}"}, "environment.address = 'https://{host}'"),
+    ],
+)
+def test_listen_and_address_are_checked_before_a_run(keys: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        EnvironmentConfig.model_validate(keys)

@@ -106,7 +106,7 @@ def running(words: str) -> list[int]:
 @pytest.mark.parametrize(
     ("how", "reason", "words"),
     [
-        ("eat", "memory", r"uses 0\.\d GiB, more than environment.memory_gib = 0.5"),
+        ("eat", "memory", r"uses \d+\.\d GiB, more than environment.memory_gib = 0.5"),
         ("fork", "processes", r"more than environment.processes = 40 processes"),
         ("fill", "disk", r"environment.disk_gib"),
         ("fill many", "disk", r"environment.disk_gib is 0.05"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import ipaddress
 import os
 import resource
 import secrets
@@ -391,10 +392,11 @@ class Container(Sandbox):
             )
 
     def address(self, url: str) -> str:
-        if urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") and self.plan.network != "host":
+        if _is_loopback(urlsplit(url).hostname or "") and self.plan.network != "host":
             raise InputError(
-                "environment.listen is the loopback, which programs in containers do not reach: set "
-                "environment.listen=0.0.0.0 or an address of this machine, or environment.network=host."
+                f"The model is at {url.partition('//')[2].partition('/')[0]}, a loopback address (environment.listen, "
+                "environment.address), which programs in containers do not reach: set environment.listen=0.0.0.0 or an "
+                "address of this machine, or environment.network=host."
             )
         return url
 
@@ -549,3 +551,10 @@ def _text(file: IO[bytes]) -> str:
 
 def _last(text: str) -> str:
     return (text.strip().splitlines() or ["it wrote no error"])[-1].strip().rstrip(".")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -33,7 +33,7 @@ from rlctl.rollouts.gateway_episodes import FirstQuestion, ModelTurns, turns_of
 from rlctl.rollouts.source import sample_seed
 from rlctl.rollouts.turn_faults import BITS, THINK, JudgedTurn, episode_faults, faults_of
 from rlctl.settings.config import RolloutConfig
-from rlctl.settings.rewards import EnvironmentConfig
+from rlctl.settings.rewards import EnvironmentConfig, host_and_port
 
 OPENING_TOKENS = 8
 """Tokens at the end of a context that can spell `<think>`."""
@@ -237,7 +237,7 @@ class EpisodePlayer:
         from rlctl.environments.gateway.server import Gateway  # aiohttp is with the engines
 
         self._play, self._host, self._limits = play, host, play.limits
-        self._gateway = Gateway(play.limits.listen)
+        self._gateway = Gateway(*host_and_port(play.limits.listen), play.limits.address)
 
     async def __call__(self, episode: Episode) -> None:
         """Play an episode to its end; record environment failures in it. Requests of refit checks have no row."""
@@ -443,7 +443,7 @@ async def _first_question(
     """Run a program until its first request; return the request, and its fields without effect."""
     from rlctl.environments.gateway.server import Gateway  # aiohttp is with the engines
 
-    gateway, first = Gateway(), FirstQuestion()
+    gateway, first = Gateway(*host_and_port(limits.listen), limits.address), FirstQuestion()
     address = await gateway.open(first)
     run = asyncio.ensure_future(session.ask(RunningEpisode.run, address, timeout_s=limits.turn_timeout_s))
     try:

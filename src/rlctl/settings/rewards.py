@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -63,6 +64,16 @@ class RewardConfig(SourceReward):
     """Factor for rewards of completions that hit a length limit. It affects advantages; `reward_mean` excludes it."""
     overlong_factor: PositiveNumber = 1.0
     """Penalty of a completion with the full generation.max_new_tokens."""
+
+
+def host_and_port(listen: str) -> tuple[str, int]:
+    """Return the host and port of `environment.listen`; port 0 stands for any free one. Raises ValueError."""
+    host, colon, port = listen.rpartition(":")
+    if not colon or (":" in host and not host.endswith("]")):  # a host alone; that of IPv6 has colons itself
+        return listen.strip("[]"), 0
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"environment.listen = {listen!r}: {port!r} is no port (1 to 65535)")
+    return host.strip("[]"), int(port)
 
 
 class EnvironmentConfig(Section):
@@ -137,12 +148,23 @@ class EnvironmentConfig(Section):
     """Also train on programs' requests for other model names, such as those of sub-agents, and on titles."""
     listen: Annotated[str, FREE] = "127.0.0.1"
     """Address of this machine at which programs ask the model, on a free port; 0.0.0.0: all addresses, and programs get
-    the address of the machine's name. Each request needs the key of its episode."""
+    the one that the machine sends from. HOST:PORT: each engine takes the first free port from PORT on.
+    Each request needs the key of its episode."""
+    address: Annotated[str | None, FREE] = None
+    """Address that programs get in place of `listen`, for sandboxes elsewhere that come through a tunnel or a proxy:
+    `https://HOST`, where `{port}` stands for the engine's port."""
 
     @model_validator(mode="after")
     def validate_thinking(self) -> EnvironmentConfig:
         if self.thinking == "template" and self.append == "raw":
             raise ValueError("environment.thinking=template needs a template: leave environment.append unset")
+        return self
+
+    @model_validator(mode="after")
+    def validate_addresses(self) -> EnvironmentConfig:
+        host_and_port(self.listen)
+        if self.address is not None and not re.fullmatch(r"https?://[^\s{}]*(\{port\}[^\s{}]*)?", self.address):
+            raise ValueError(f"environment.address = {self.address!r} is no http:// or https:// address")
         return self
 
     @property

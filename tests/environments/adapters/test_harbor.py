@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from rlctl.data.chat import PromptEncoder, load_tokenizer
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.prompts import open_prompts, shows_images
 from rlctl.environments.adapters.harbor import read_task, rewards_in
 from rlctl.environments.environment_plan import plan_environment
@@ -29,6 +31,8 @@ from rlctl.environments.process import EnvironmentHost, EpisodeFailedError
 from rlctl.environments.running_episode import Reply, RunningEpisode
 from rlctl.environments.sandboxes import Podman
 from rlctl.errors import InputError, MachineError
+from rlctl.methods.rl.rl_config import RlConfig
+from rlctl.rollouts.environment_episodes import EnvironmentEpisodes
 from rlctl.settings.data import DataConfig
 from rlctl.settings.rewards import EnvironmentConfig
 from rlctl.telemetry.metrics import read_metrics
@@ -47,6 +51,14 @@ env = { GREETING = "${RLCTL_TEST_GREETING:-hello}" }
 timeout_sec = 60.0
 [verifier]
 timeout_sec = 30.0
+"""
+PROGRAM = """
+import json, os, urllib.request
+body = {"model": "policy", "messages": [{"role": "user", "content": "What is 2 + 3?"}]}
+ask = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+                             {"content-type": "application/json"})
+urllib.request.urlopen(ask).read()
+print(json.dumps({"reward": 1.0}))
 """
 TEST = """#!/bin/sh
 reward=0
@@ -131,15 +143,20 @@ async def played(host: EnvironmentHost, task: Path, episode: Working) -> Reply:
         gateway.close()
 
 
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    client = tmp_path / "bin" / "docker"
+    client.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("DOCKER_STAND_IN", str(tmp_path))
+
+
 @pytest.fixture(params=["docker", "podman"])
-def runtime(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def runtime(request: pytest.FixtureRequest) -> str:
     if request.param == "docker":
-        (tmp_path / "bin").mkdir()
-        client = tmp_path / "bin" / "docker"
-        client.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
-        client.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
-        monkeypatch.setenv("DOCKER_STAND_IN", str(tmp_path))
+        request.getfixturevalue("docker")
     else:
         busybox = Path("/bin/busybox")
         if Podman.problem() or not busybox.exists():
@@ -291,3 +308,30 @@ def test_a_run_trains_on_the_rewards_of_tasks_in_containers(
         assert line["grad_norm"] > 0
         assert line["environment"]["gateway/requests"] >= 1
     assert not containers(runtime, tmp_path)
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0", "127.0.0.1"])
+def test_a_trial_before_the_run_asks_from_the_container_at_the_chosen_address(
+    tiny_llama: Path, tmp_path: Path, docker: None, listen: str
+) -> None:
+    """The image has Python; its program asks the address in its variables."""
+    image = tmp_path / "image"
+    image.mkdir()
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "agent").write_text(str(image))
+    (image / "agent.py").write_text(PROGRAM)
+    environment = {
+        "name": "program", "params": {"command": [sys.executable, "agent.py"]}, "sandbox": "docker", "image": "agent",
+        "listen": listen,
+    }  # fmt: skip
+    config = RlConfig.model_validate({"environment": environment})
+    encoder = PromptEncoder.build(load_tokenizer(tiny_llama, config.model), config.model, config.data, tiny_llama)
+    row = PromptRow(0, "row 0", "2 + 3?", "5")
+    if listen == "127.0.0.1":
+        with pytest.raises(InputError, match=r"The model is at 127.0.0.1:\d+, a loopback address \(environment.listen"):
+            EnvironmentEpisodes.open(config, encoder, row)
+    else:
+        play = EnvironmentEpisodes.open(config, encoder, row)
+        assert play is not None
+        assert play.opening.ask is not None
+        assert [*play.opening.ask.messages] == [{"role": "user", "content": "What is 2 + 3?"}]

@@ -7,7 +7,10 @@ its answer without holding up others; a stream has its headers at once and comme
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import json
+import os
 import secrets
 import socket
 import time
@@ -22,14 +25,19 @@ from rlctl.environments.gateway.exchange import Answer, Exchange, ModelEpisode, 
 from rlctl.environments.gateway.messages import AnthropicMessages
 from rlctl.environments.gateway.responses import Responses
 from rlctl.environments.interface import MODEL, ModelAddress
+from rlctl.errors import MachineError
 
 FORMATS: tuple[WireFormat, ...] = (ChatCompletions(), Completions(), Generate(), Responses(), AnthropicMessages())
 LOOPBACK = "127.0.0.1"
 ANY_ADDRESS = ("0.0.0.0", "::")
+ELSEWHERE = ("198.51.100.1", 9)
+"""An address for examples (RFC 5737)."""
 LARGEST_REQUEST = 1 << 30
 """Bytes."""
 IN_FLIGHT = 256
 """Most requests of an episode that wait for an answer; further ones get 429."""
+PORTS = 256
+"""Ports that are tried from `environment.listen`'s on: the engines of a machine take one each."""
 PING_S = 10.0
 """Seconds between comments in a stream that waits."""
 RETRY_S = 1
@@ -41,8 +49,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Gateway:
     """A server with a key for each open episode."""
 
-    def __init__(self, host: str = LOOPBACK) -> None:
-        self._host = host
+    def __init__(self, host: str = LOOPBACK, port: int = 0, address: str | None = None) -> None:
+        """Listen at the first free port from `port` on, or at any with 0. `address` is what episodes get in place of
+        the server's own, with its port for `{port}`."""
+        self._host, self._port, self._address = host, port, address
         self._episodes: dict[str, ModelEpisode] = {}
         self._waiting: dict[str, int] = {}
         self._requests = 0
@@ -80,10 +90,30 @@ class Gateway:
             app.router.add_get(f"{prefix}/", self._alive)  # also HEAD, which Claude Code sends first
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        self._sites.append(site := web.TCPSite(runner, self._host, 0))
-        await site.start()
-        host = await asyncio.to_thread(_own_address) if self._host in ANY_ADDRESS else self._host
-        return f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
+        await self._listen(runner)
+        port = runner.addresses[0][1]
+        if self._address is not None:
+            return self._address.replace("{port}", str(port)).rstrip("/")
+        host = await asyncio.to_thread(own_address) if self._host in ANY_ADDRESS else self._host
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def _listen(self, runner: web.AppRunner) -> None:
+        tried = range(self._port, min(self._port + PORTS, 1 << 16)) if self._port else (0,)
+        for port in tried:
+            site = web.TCPSite(runner, self._host, port)
+            try:
+                await site.start()
+            except OSError as error:
+                await site.stop()
+                if error.errno != errno.EADDRINUSE or port == tried[-1]:
+                    raise MachineError(
+                        f"environment.listen: this machine cannot listen at {self._host}, port {port or 'any'}: "
+                        f"{error.strerror}.",
+                        "Name an address of each machine with engines (0.0.0.0 is all of them), and a free port.",
+                    ) from error
+            else:
+                self._sites.append(site)
+                return
 
     def _key(self, request: web.Request) -> str:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -206,5 +236,12 @@ def _event(name: str, data: Any) -> bytes:
     return (f"event: {name}\n" if name else "").encode() + f"data: {json.dumps(data)}\n\n".encode()
 
 
-def _own_address() -> str:
+def own_address() -> str:
+    """Return the address of this machine by which others reach it: the one that it sends from. Its name often stands
+    for a loopback address (127.0.1.1 on Debian)."""
+    if given := os.environ.get("RLCTL_ADDRESS"):
+        return given
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unused, contextlib.suppress(OSError):
+        unused.connect(ELSEWHERE)  # sends nothing
+        return str(unused.getsockname()[0])
     return socket.gethostbyname(socket.gethostname())
