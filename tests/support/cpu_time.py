@@ -57,11 +57,15 @@ class CpuClock:
             return self._ticks / TICKS_PER_S
 
     def _look_for_processes(self) -> None:
+        others: set[int] = set()  # of no process of the tree; nor will they be
         while True:
             time.sleep(LOOK_EVERY_S)
             with self._lock:
-                pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-                self._add(self._members({pid: times for pid in pids if (times := process_times(pid))}))
+                pids = {int(name) for name in os.listdir("/proc") if name.isdecimal()}
+                processes = {pid: times for pid in pids - others if (times := process_times(pid))}
+                members = self._members(processes)
+                others = (others & pids) | (processes.keys() - members.keys())
+                self._add(members)
 
     def _members(self, processes: dict[int, ProcessTimes]) -> dict[int, ProcessTimes]:
         """Return the processes of the tree. One whose parent has ended stays in it, whoever is its parent now."""

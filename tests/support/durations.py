@@ -200,11 +200,14 @@ class DurationsPlugin:
         """Measure a test up to its end; what follows may be the end of fixtures that others used."""
         report = yield
         if call.when == "teardown":
-            self.test_end, self.fixtures = self.clock.seconds(), {}
+            if call.duration > QUICK_S:  # a look at all processes takes a millisecond
+                self.test_end = self.clock.seconds()
+            self.fixtures = {}
         elif call.when == "call" or call.excinfo:
-            names = getattr(item, "fixturenames", ())
+            names, start = getattr(item, "fixturenames", ()), self.test_end
+            self.test_end = self.clock.seconds()
             report.user_properties.append((PROPERTY, {
-                "seconds": round(self.clock.seconds() - self.test_end - sum(self.fixtures.values()), 3),
+                "seconds": round(self.test_end - start - sum(self.fixtures.values()), 3),
                 "fixtures": self.fixtures,
                 "shared": next((name for name in SHARED if name in names), ""),
                 "marks": [name for name in MEANT_TO_BE_LONG if item.get_closest_marker(name)] or self._starts(item),
