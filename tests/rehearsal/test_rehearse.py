@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -24,6 +26,7 @@ from rlctl.models.families import FAMILIES as OWN_FAMILIES
 from rlctl.models.families import facts_from_hf_config
 from rlctl.planner.choice import GenerationChoice
 from rlctl.preparation.job import Job, prepare_job
+from rlctl.processes.child import call_in_child
 from rlctl.rehearsal.row_checks import look_at_rows, look_at_run
 from rlctl.rehearsal.shrink import MOST_PROCESSES, StandIns, small_engine, small_parallel, small_values, usual_letter
 from rlctl.rehearsal.stand_ins import generated_rows, write_model
@@ -34,6 +37,7 @@ from rlctl.settings.rewards import RewardConfig
 from rlctl.tiny_models.text import FAMILIES, tiny_config, write_tiny_family
 from support.commands import Run, rlctl
 from support.engines import tiny_facts
+from support.forked_workers import with_servers
 from support.image_recipes import write_image_recipe
 from support.plans import plan_of
 
@@ -190,6 +194,18 @@ def test_a_reward_model_of_a_family_without_a_file_is_refused(tmp_path: Path) ->
     assert not (tmp_path / "tiny").exists()
 
 
+@pytest.fixture
+def rehearsing(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`run_here`; rehearsed runs have sessions of their own, with workers from the servers of the tests."""
+
+    def call(doing: str, function: Callable[[], Any], **limits: Any) -> Any:
+        return call_in_child(doing, partial(with_servers, function), **limits)
+
+    monkeypatch.setattr("rlctl.rehearsal.rehearsed_run.call_in_child", call)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    return run_here
+
+
 def rehearsed(run_here: Run, *arguments: str) -> dict:
     done = run_here("rehearse", *arguments, "--json")
     assert done.returncode == 0, done.stderr
@@ -259,7 +275,7 @@ GUARDED = ("preset laptop",)
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=pytest.mark.guard if name in GUARDED else ()) for name in COVERING
 ])  # fmt: skip
-def test_the_covering_set_is_rehearsed(run_here: Run, name: str) -> None:
+def test_the_covering_set_is_rehearsed(rehearsing: Run, name: str) -> None:
     arguments = COVERING[name]
     own = ["--gpu", "h100"] if "--gpu" not in arguments and "laptop" not in " ".join(arguments) else []
-    rehearsed(run_here, *arguments, *own)
+    rehearsed(rehearsing, *arguments, *own)

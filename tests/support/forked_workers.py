@@ -1,7 +1,8 @@
 """Workers of the tests' Ray session are forked from two servers that have imported the engines once.
 
 Importing vLLM takes ten seconds of a core, and every run of a command in the tests' process starts an engine. What a
-worker imports by itself is held by the runs of the installed command, which start all processes anew.
+worker imports by itself is held by the runs of the installed command, which start all processes anew. A process with a
+session of its own may have its workers from these servers too (`with_servers`).
 """
 
 from __future__ import annotations
@@ -16,24 +17,30 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
 
+from rlctl.cluster import ray_session
+
 STUB = Path(__file__).with_name("forked_stub.py")
 TESTS = Path(__file__).parents[1]
+SOCKETS = "FORKED_WORKERS"
+"""Variable with the sockets of the servers."""
+PLAIN_JOB = ray_session._job
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
 def forked_workers(directory: Path) -> Iterator[None]:
     """Have the session of Ray that starts within the block fork its workers. Its end is that of the servers too."""
     from rlctl.backends.vllm.args import engine_env
-    from rlctl.cluster import ray_session
 
-    sockets, plain = [directory / "engines", directory / "others"], ray_session._job
+    sockets = [directory / "engines", directory / "others"]
+    os.environ[SOCKETS] = os.pathsep.join(map(str, sockets))
 
     def job() -> Any:
         """Called with the variables of Ray's own processes."""
@@ -45,13 +52,25 @@ def forked_workers(directory: Path) -> Iterator[None]:
                 number = listening.fileno()
                 command = [sys.executable, "-P", "-m", "support.forked_workers", place.name, str(number)]
                 subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path} | more, pass_fds=[number])
-        made = plain()
-        made.set_runtime_env({"py_executable": " ".join([sys.executable, "-S", "-E", *map(str, (STUB, *sockets))])})
-        return made
+        return job_of_stubs()
 
     patience = mock.patch.dict(os.environ, RAY_worker_register_timeout_seconds="300")  # the servers import first
     with mock.patch.object(ray_session, "_job", job), patience:
         yield
+
+
+def job_of_stubs() -> Any:
+    """The job of a session whose workers come from the servers."""
+    job = PLAIN_JOB()
+    sockets = os.environ[SOCKETS].split(os.pathsep)
+    job.set_runtime_env({"py_executable": " ".join([sys.executable, "-S", "-E", str(STUB), *sockets])})
+    return job
+
+
+def with_servers(function: Callable[[], T]) -> T:
+    """Call the function in a process whose sessions have their workers from the servers of the tests."""
+    with mock.patch.object(ray_session, "_job", job_of_stubs):
+        return function()
 
 
 @contextlib.contextmanager
