@@ -28,7 +28,7 @@ from support.parallel_cases import (
     run_logprobs,
     run_meeting,
     run_reference_policy,
-    run_tree_limits,
+    run_squares,
     run_without,
 )
 from support.pool import Pools, Published
@@ -51,8 +51,8 @@ def test_no_rollout_sees_another(pools: Pools, share: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek"])
-def test_long_units_are_attended_a_completion_at_a_time_with_the_same_outcome(pools: Pools, kind: str) -> None:
-    whole, parts = pools(1).run(run_tree_limits, Case(kind), reference_weights(kind), make_batch(), [512, 4])[0]
+def test_units_are_attended_a_completion_at_a_time_with_the_same_outcome(pools: Pools, kind: str) -> None:
+    whole, parts = pools(1).run(run_squares, Case(kind), reference_weights(kind), make_batch())[0]
     for key, value in whole.logprobs.items():
         assert torch.allclose(value, parts.logprobs[key], rtol=0, atol=2e-6)
     for (name, value, *_), (_, other, *_) in zip(whole.params, parts.params, strict=True):

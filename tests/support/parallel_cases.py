@@ -521,17 +521,17 @@ def run_logprobs(rank: int, case: Case, weights: dict[str, Tensor], batches: lis
     return found
 
 
-def run_tree_limits(rank: int, case: Case, weights: dict[str, Tensor], batch: Batch, limits: list[int]) -> list[Piece]:
-    """The case with units of up to each of `limits` tokens attended in one masked square."""
+def run_squares(rank: int, case: Case, weights: dict[str, Tensor], batch: Batch) -> list[Piece]:
+    """The case with units attended in one masked square each, as on GPUs, and a completion at a time."""
     from rlctl.backends.batching import row_attention
 
-    usual, found = row_attention.TREE_TOKENS, []
+    usual, found = row_attention.takes_squares, []
     try:
-        for limit in limits:
-            row_attention.TREE_TOKENS = limit
+        for squares in (True, False):
+            row_attention.takes_squares = lambda device, squares=squares: squares
             found.append(run_case(rank, case, weights, batch))
     finally:
-        row_attention.TREE_TOKENS = usual
+        row_attention.takes_squares = usual
     return found
 
 

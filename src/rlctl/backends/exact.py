@@ -132,7 +132,6 @@ def attended(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> 
 
 def install() -> None:
     """Have the policy of this process attend and sum up probabilities so."""
-    row_attention.TREE_TOKENS = 0  # else completions of a prompt stand between a text's keys
     row_attention._attend = _attend_block
     logprobs._exponentiate = _exponentiate
 

@@ -38,7 +38,7 @@ def visible(row: PackedRow, window: int | None) -> Tensor:
     return seen
 
 
-@pytest.mark.parametrize(("tree_tokens", "squares"), [(512, False), (1, False), (1, True)])
+@pytest.mark.parametrize(("tree_tokens", "squares"), [(512, True), (512, False), (1, True)])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_a_row_attends_as_a_masked_softmax(
@@ -65,6 +65,25 @@ def test_a_row_attends_as_a_masked_softmax(
     torch.testing.assert_close(out, expected)
     gradients = (torch.autograd.grad(one.square().sum(), (q, k, v)) for one in (out, expected))
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("completions", [64, 2, 1])
+def test_narrow_numbers_are_rounded_once_on_a_cpu(completions: int) -> None:
+    """A prompt's keys and values get gradients from all completions, whose sum in bfloat16 would lose most digits."""
+    torch.manual_seed(0)
+    row = row_of((RowUnit(0, 5, (4,) * completions),))
+    length = len(row.tokens_T)
+    given = [torch.randn(length, heads, 8, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    grad = torch.rand(length, 32, dtype=torch.bfloat16)
+    q, k, v = (x.requires_grad_() for x in given)
+    out = attend(q, k, v, RowAttention.of(row, 1, 0))
+    found = [out, *torch.autograd.grad(out, (q, k, v), grad)]
+    q, k, v = (x.detach().double().requires_grad_() for x in given)
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * 8**-0.5
+    weights = scores.masked_fill(~visible(row, None), -torch.inf).softmax(-1)
+    exact = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(2, 1)).reshape(length, -1)
+    for value, other in zip(found, [exact, *torch.autograd.grad(exact, (q, k, v), grad.double())], strict=True):
+        torch.testing.assert_close(value.double(), other.detach(), rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [8, 10, 64, 80])

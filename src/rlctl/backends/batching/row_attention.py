@@ -18,9 +18,14 @@ from rlctl.backends.batching.context_parallel import zigzag
 from rlctl.backends.batching.packed_rows import PackedRow, RowUnit
 
 TREE_TOKENS = 512
-"""Longest shared-prompt unit computed as one masked square; longer units compute each completion separately."""
+"""Longest shared-prompt unit that GPUs compute as one masked square; in longer units, and on CPUs, each completion is
+computed separately."""
 BATCH_WASTE = 1.5
 """Units are batched while the padded squares exceed their own by at most this factor."""
+WIDE_KEYS = 384
+"""On CPUs, narrow numbers are widened to float32 for attention to at most this many keys. Torch's backward pass in
+bfloat16 takes 2.6 times as long as in float32 at 70 keys, the same at 384, and 0.7 times at 1,900 (torch 2.13,
+AVX-512)."""
 KERNEL_WIDTH = 8
 """Head width divisor of torch's fused masked bfloat16 kernels on GPUs; other widths use a math kernel
 (`check_head_dim_size_mem_efficient` in ATen's sdp_utils.cpp)."""
@@ -83,9 +88,23 @@ def attend(
     `window`: attended positions including the token; None: all. `sinks` [h]: a learned logit per head that attends to
     nothing. `cap`: scores s become cap * tanh(s / cap).
     """
-    parts = [_attend(query, key, value, block, scale, window, sinks, cap) for block in attention.blocks]
+    given = wide = (query, key, value)
+    if _is_narrow(query) and any(_is_short(block) for block in attention.blocks):
+        wide = (query.float(), key.float(), value.float())  # gradients of a prompt's keys and values are sums, too
+    parts = [
+        _attend(*(wide if _is_short(block) else given), block, scale, window, sinks, cap).to(query.dtype)
+        for block in attention.blocks
+    ]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out if attention.outputs_T is None else out.index_select(0, attention.outputs_T)
+
+
+def _is_narrow(query: Tensor) -> bool:
+    return query.device.type == "cpu" and query.dtype.itemsize < 4
+
+
+def _is_short(block: AttentionBlock) -> bool:
+    return block.keys_BK.shape[1] <= WIDE_KEYS
 
 
 @dataclass(frozen=True)
@@ -120,17 +139,17 @@ def _unit_blocks(
 
 
 def takes_squares(device: torch.device) -> bool:
-    """Return whether an unmasked causal square is cheaper than a masked rectangle, as on GPUs."""
+    """Return whether larger squares in fewer calls are cheaper than masked rectangles, as on GPUs."""
     return device.type == "cuda"
 
 
 def _problems(unit: RowUnit, squares: bool) -> list[_Problem]:
-    """Split a unit's attention: one square, or the prompt's and one rectangle per completion. `squares`: long
-    completions use a square with the prompt."""
+    """Split a unit's attention: the prompt's, and one rectangle per completion. `squares`: one square of a short unit,
+    and a square with the prompt for long completions."""
     tokens = unit.start + np.arange(unit.tokens)
     if len(unit.completions) <= 1:
         return [_Problem(tokens, tokens, None)]
-    if unit.tokens <= TREE_TOKENS:
+    if squares and unit.tokens <= TREE_TOKENS:
         part = np.repeat(np.arange(len(unit.completions) + 1), [unit.prompt, *unit.completions])
         in_own_text = (part[None] == 0) | (part[None] == part[:, None])  # only the token's own completion
         return [_Problem(tokens, tokens, np.tri(unit.tokens, dtype=bool) & in_own_text)]
