@@ -56,6 +56,36 @@ def test_further_tokens_have_log_probs_with_gradient_and_the_top_ones_are_named(
     torch.testing.assert_close(ours, hidden.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.3])
+@pytest.mark.parametrize(("chunk", "calls"), [(40, 1), (10, 8)])
+def test_narrow_logits_on_a_cpu_are_computed_once_and_their_gradient_is_rounded_once(
+    chunk: int, calls: int, entropy_weight: float
+) -> None:
+    """Up to four times the chunk, the backward pass recomputes nothing."""
+    generator, counted = torch.Generator().manual_seed(1), []
+    hidden = (3 * torch.randn(150, TOKENS, generator=generator)).bfloat16().requires_grad_()
+    inverse = torch.cat([torch.randperm(150, generator=generator), torch.tensor([3, 3, 149])])
+    targets = torch.randint(0, TOKENS, (153,), generator=generator)
+    targets[-3:] = targets[(inverse[:150] == 3).nonzero()[0, 0]]  # one token chosen three times at one position
+
+    def logits(rows: torch.Tensor) -> torch.Tensor:
+        counted.append(len(rows))
+        return rows * 1
+
+    out = chunked_logprobs(hidden, inverse, targets, logits, ALONE, 0.7, chunk)
+    weights = torch.randn(153, generator=generator)
+    ((out[0] * weights).sum() + entropy_weight * out[1].sum()).backward()
+    assert len(counted) == calls
+    exact = hidden.detach().double().requires_grad_()
+    table = (exact / 0.7).log_softmax(-1)[inverse]
+    chosen, entropy = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+    ((chosen * weights).sum() + entropy_weight * entropy.sum()).backward()
+    torch.testing.assert_close(out.double(), torch.stack([chosen, entropy]).detach(), rtol=1e-5, atol=1e-5)
+    assert hidden.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=2**-8, atol=1e-6)
+
+
 def test_padding_of_a_larger_vocabulary_is_never_among_the_top() -> None:
     """A teacher may have more rows than the student, which no text leads to."""
     logits = torch.arange(float(TOKENS)).repeat(2, 1)

@@ -6,7 +6,7 @@ vocabulary, K tokens per position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,9 @@ def chunked_logprobs(
 ) -> Tensor:
     """float32 [2, R]: log-prob of each chosen token and entropy of its distribution, both with gradient.
 
-    With more than `chunk` positions the backward pass recomputes their logits, which saves memory.
+    With more than `chunk` positions the backward pass recomputes their logits, which saves memory. On CPUs, where they
+    are overwritten, it is 2 or 4 times as many in the memory that the plan counts: 10 bytes per narrow logit of
+    `chunk` positions, 8 per float32 logit.
 
     Args:
         hidden_U: hidden states [U, H].
@@ -96,6 +98,8 @@ def chunked_logprobs(
     """
     if top is None and further_RK is None:
         further_RK = targets_R[:, None][:, :0]
+    if hidden_U.device.type == "cpu" and truncation is None and not spans:
+        chunk *= 4 if _is_lean(hidden_U) else 2
 
     def part(hidden: Tensor, inverse: Tensor, targets: Tensor, further: Tensor | None) -> Tensor:
         logits_UV = output_layer(hidden)
@@ -107,7 +111,7 @@ def chunked_logprobs(
         response, count = further.shape
         everything = torch.cat([targets, further.flatten()])
         places = torch.cat([inverse, inverse.repeat_interleave(count)])
-        out = TokenLogprobs.apply(logits_UV, places, everything, vocab, temperature, truncation)
+        out = _token_logprobs(logits_UV, places, everything, vocab, temperature, truncation)
         full = 0 if truncation is None else 2
         rows = [out[:2, :response], out[full, response:].view(response, count).T, out[2:, :response]]
         return torch.cat(rows if top is None else [*rows, further.T.float()])
@@ -137,11 +141,24 @@ def _by_spans(
     response, count = plain_RK.shape
     places = torch.cat([inverse_R, inverse_R.repeat_interleave(count)])
     everything = torch.cat([targets_R, plain_RK.flatten()])
-    out = TokenLogprobs.apply(logits_UV, places, everything, vocab, temperature, truncation)
+    out = _token_logprobs(logits_UV, places, everything, vocab, temperature, truncation)
     others = out[0 if truncation is None else 2, response:].view(response, count).T
     logprobs = iter(others.split([ids_RK.shape[1] for ids_RK in plain[1:]]))
     rows = [part if part is not None else next(logprobs) for part in parts]
     return torch.cat([out[:2, :response], *rows, out[2:, :response]])
+
+
+def _token_logprobs(
+    logits_UV: Tensor, inverse_R: Tensor, targets_R: Tensor, vocab: VocabPart, temperature: float,
+    truncation: Truncation | None,
+) -> Tensor:  # fmt: skip
+    if truncation is None and _is_lean(logits_UV):
+        return LeanLogprobs.apply(logits_UV, inverse_R, targets_R, vocab, temperature)
+    return TokenLogprobs.apply(logits_UV, inverse_R, targets_R, vocab, temperature, truncation)
+
+
+def _is_lean(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype.itemsize < 4
 
 
 def _in_chunks(
@@ -264,16 +281,78 @@ class TokenLogprobs(torch.autograd.Function):
         exp_UV, total_U, entropy_U, inverse_R, local_R, outside_R, *kept = ctx.saved_tensors
         given_R, entropy_grad_R, *full = grads[0] / ctx.temperature
         grad_R, kept_gradient = (full[0], _KeptGradient.of(given_R, inverse_R, *kept)) if full else (given_R, None)
-        sum_U = torch.zeros_like(total_U).index_add_(0, inverse_R, grad_R)
-        factor_U = -sum_U / total_U
-        entropy_sum_U = None
-        if entropy_grad_R.any():
-            entropy_sum_U = torch.zeros_like(total_U).index_add_(0, inverse_R, entropy_grad_R) / total_U
+        factor_U, entropy_sum_U = _factors(grad_R, entropy_grad_R, inverse_R, total_U)
         grad_UV = _scale(exp_UV, factor_U, entropy_sum_U, entropy_U - total_U.log(), kept_gradient)
         if kept_gradient is not None:
             grad_R = grad_R + kept_gradient.chosen_R
         grad_UV.index_put_((inverse_R, local_R), grad_R.masked_fill(outside_R, 0.0), accumulate=True)
         return grad_UV.to(ctx.dtype), None, None, None, None, None
+
+
+class LeanLogprobs(torch.autograd.Function):
+    """`TokenLogprobs` without truncation, with equal bits, for narrow logits on a CPU. Both directions compute few rows
+    at a time in float32. The gradient replaces the logits, so that 2 bytes per logit are kept and not 10."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_UV: Tensor, inverse_R: Tensor, targets_R: Tensor, vocab: VocabPart, temperature: float
+    ) -> Tensor:
+        top_U = logits_UV.amax(-1).float() / temperature
+        if vocab.group.size() > 1:
+            torch.distributed.all_reduce(top_U, torch.distributed.ReduceOp.MAX, group=vocab.group)
+        local_R = targets_R - vocab.start
+        outside_R = (local_R < 0) | (local_R >= logits_UV.shape[1])
+        local_R = local_R.masked_fill(outside_R, 0)
+        chosen_R = logits_UV[inverse_R, local_R].float().div_(temperature).sub_(top_U[inverse_R])
+        chosen_R = chosen_R.masked_fill_(outside_R, 0.0)
+        sums_2U = top_U.new_empty(2, len(top_U))
+        for rows in _blocks(logits_UV):
+            sums_2U[0, rows], sums_2U[1, rows] = _exponentiate(_shifted(logits_UV, top_U, temperature, rows))
+        if vocab.group.size() > 1:
+            torch.distributed.all_reduce(sums_2U, group=vocab.group)
+            torch.distributed.all_reduce(chosen_R, group=vocab.group)
+        weighted_U, total_U = sums_2U
+        log_total_U = total_U.log()
+        entropy_U = log_total_U - weighted_U / total_U
+        ctx.save_for_backward(logits_UV, top_U, total_U, entropy_U, inverse_R, local_R, outside_R)
+        ctx.temperature = temperature
+        return torch.stack([chosen_R - log_total_U[inverse_R], entropy_U[inverse_R]])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits_UV, top_U, total_U, entropy_U, inverse_R, local_R, outside_R = ctx.saved_tensors
+        grad_R, entropy_grad_R = grads[0] / ctx.temperature
+        factor_U, entropy_sum_U = _factors(grad_R, entropy_grad_R, inverse_R, total_U)
+        shift_U, own_R = entropy_U - total_U.log(), grad_R.masked_fill(outside_R, 0.0)
+        order_R = torch.argsort(inverse_R, stable=True)
+        sorted_R = inverse_R[order_R]
+        for rows in _blocks(logits_UV):
+            exp_UV = _shifted(logits_UV, top_U, ctx.temperature, rows).exp_()
+            entropy = None if entropy_sum_U is None else entropy_sum_U[rows]
+            grad_UV = _scale(exp_UV, factor_U[rows], entropy, shift_U[rows], None)
+            first, end = torch.searchsorted(sorted_R, torch.tensor([rows.start, rows.stop])).tolist()
+            chosen = order_R[first:end]
+            grad_UV.index_put_((inverse_R[chosen] - rows.start, local_R[chosen]), own_R[chosen], accumulate=True)
+            logits_UV[rows] = grad_UV
+        return logits_UV, None, None, None, None
+
+
+def _shifted(logits_UV: Tensor, top_U: Tensor, temperature: float, rows: slice) -> Tensor:
+    """float32: logits / temperature minus their highest."""
+    x = logits_UV[rows].float()
+    if temperature != 1.0:
+        x.div_(temperature)
+    return x.sub_(top_U[rows, None])
+
+
+def _factors(
+    grad_R: Tensor, entropy_grad_R: Tensor, inverse_R: Tensor, total_U: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the factors of exp in the gradient of log-probs, and of entropies unless these have none."""
+    factor_U = -torch.zeros_like(total_U).index_add_(0, inverse_R, grad_R) / total_U
+    if not entropy_grad_R.any():
+        return factor_U, None
+    return factor_U, torch.zeros_like(total_U).index_add_(0, inverse_R, entropy_grad_R) / total_U
 
 
 @dataclass(frozen=True)
@@ -458,6 +537,11 @@ def _scale(
     return exp_UV
 
 
+def _blocks(x_UV: Tensor) -> Iterator[slice]:
+    step = _rows_at_a_time(x_UV)
+    return (slice(start, min(start + step, len(x_UV))) for start in range(0, len(x_UV), step))
+
+
 def _rows_at_a_time(x_UV: Tensor) -> int:
     return 64 if x_UV.device.type == "cpu" else 4096
 
@@ -469,7 +553,7 @@ def _exponentiate(x_UV: Tensor) -> tuple[Tensor, Tensor]:
     for start in range(0, x_UV.shape[0], step):
         part = x_UV[start : start + step]
         exp = part.exp()
-        torch.sum(exp * part, -1, out=weighted_U[start : start + step])
         torch.sum(exp, -1, out=total_U[start : start + step])
+        torch.sum(part.mul_(exp), -1, out=weighted_U[start : start + step])
         part.copy_(exp)
     return weighted_U, total_U
