@@ -100,6 +100,11 @@ def test_keys_of_dtensor_are_rlctls(tmp_path: Path, keys: dict[str, Any], expect
          "what rlctl does"),
         ({"lora_cfg": {"enabled": True, "dim": 8, "dropout_position": "post"}}, "not applicable", "dropout is off"),
         ({"lora_cfg": {"enabled": True, "dim": 8, "lora_A_init": "xavier"}}, "changed", "Kaiming"),
+        ({"lora_cfg": {"enabled": True, "dim": 8, "restore_from": "sft/policy"}}, "changed",
+         "training.lora.adapter: sft/policy; the reference policy is the base"),
+        ({"lora_cfg": {"enabled": True, "dim": 8, "restore_from": None}}, "not applicable", "stays at its default"),
+        ({"lora_cfg": {"enabled": True, "dim": 8, "use_dora": True}}, "not yet", "no DoRA"),
+        ({"lora_cfg": {"enabled": True, "dim": 8, "target_module": ["q_proj"]}}, "not known", "target_modules"),
         ({"tensor_paralel_size": 2}, "not known", "tensor_parallel_size"),
     ],
 )  # fmt: skip

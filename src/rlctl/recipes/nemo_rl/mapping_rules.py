@@ -728,6 +728,16 @@ def dtensor_adapters(leaf: Leaf) -> None:
         leaf.map("training.lora.rank", leaf.value)
 
 
+def first_adapters(leaf: Leaf) -> None:
+    """Start from a directory of PEFT. NeMo-RL's reference policy has these adapters too."""
+    penalties = ("loss_fn.reference_policy_kl_penalty", "dpo.reference_policy_kl_penalty")
+    if leaf.value is not None and any(map(leaf.get, penalties)):
+        but = "the reference policy is the base without these adapters"
+        leaf.map_all({"training.lora.adapter": leaf.value}, but)
+    else:
+        leaf.map("training.lora.adapter", leaf.value)
+
+
 def adapter_dropout(leaf: Leaf) -> None:
     if of_texts(leaf.result):
         leaf.map("training.lora.dropout", leaf.value)

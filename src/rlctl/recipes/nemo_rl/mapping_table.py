@@ -405,7 +405,10 @@ _POLICY: dict[str, Rule] = {
     f"{DTENSOR}.lora_cfg.dropout": rules.adapter_dropout,
     f"{DTENSOR}.lora_cfg.dropout_position": rules.dropout_position,
     f"{DTENSOR}.lora_cfg.lora_A_init": differs(reason="A begins uniform (Kaiming), as the paper's code has it"),
-    f"{DTENSOR}.lora_cfg.*": without("read with lora_cfg.dim"),
+    **each(DTENSOR, "lora_cfg.target_modules lora_cfg.match_all_linear", without("read with lora_cfg.dim")),
+    f"{DTENSOR}.lora_cfg.restore_from": rules.first_adapters,
+    f"{DTENSOR}.lora_cfg.use_dora": only(None, False, reason="there is no DoRA"),
+    f"{DTENSOR}.lora_cfg.lora_dtype": only(None, "None", reason="adapters are in model.dtype"),
     f"{DTENSOR}.env_vars.*": rules.variables("training.env"),
 }  # fmt: skip
 
@@ -476,6 +479,7 @@ _MEGATRON: dict[str, Rule] = {
     "peft.lora_A_init_method": differs(reason="A begins uniform (Kaiming), as the paper's code has it"),
     "peft.lora_B_init_method": only("zero", reason="B begins as 0: the policy is its base at first"),
     "peft.lora_dtype": only(None, "None", reason="adapters are in model.dtype"),
+    "peft.restore_from": only(None, reason="training.lora.adapter takes a directory of PEFT, no Megatron checkpoint"),
     "peft.a2a_experimental": without("routed experts have no adapters"),
     "optimizer.optimizer": rules.optimizer,
     "optimizer.muon_momentum": rules.of_muon(to("optimizer.muon_momentum")),
