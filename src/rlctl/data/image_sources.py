@@ -9,12 +9,9 @@ import io
 import os
 import string
 import sys
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +151,11 @@ class ImageSource:
         kept = self._kept
         if kept.is_file():
             return self._within(kept.read_bytes())
+        # Most rows have no images, and these imports take 20 ms.
+        import urllib.parse
+        import urllib.request
+        from http.client import HTTPException
+
         address = urllib.parse.quote(self.place, safe=string.punctuation)  # people write spaces and accents
         request = urllib.request.Request(address, headers={"User-Agent": "rlctl"})
         try:

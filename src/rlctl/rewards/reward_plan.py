@@ -10,7 +10,6 @@ from typing import Any, cast
 from rlctl.config.user_code import MODEL
 from rlctl.data.prompt_rows import GymTask, PromptRow, answer_text
 from rlctl.rewards.extraction import ANSWER, DESCRIPTION, TAG, Extraction, extract, written_as
-from rlctl.rewards.reward_model_scorer import ModelScorer
 from rlctl.rewards.scorers import (
     BY_THEMSELVES,
     CALL_SHARE,
@@ -133,6 +132,9 @@ class RewardPlan:
 
         def other(name: str) -> Scorer | BatchScorer:
             if name.startswith(MODEL):
+                # Imports what reads models, a fifth of the start of a scoring process.
+                from rlctl.rewards.reward_model_scorer import ModelScorer
+
                 return ModelScorer(name, self.time)
             return user_scorer(name, CALL_SHARE * self.timeout_s)
 
