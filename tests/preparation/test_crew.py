@@ -56,7 +56,8 @@ def test_variables_of_the_user_reach_training_processes_and_win() -> None:
     training = TrainingConfig(env={"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "2"})
     env = policy_environment(1, "cpu", training)
     recorder = {"TORCH_FR_BUFFER_SIZE": "2000"}
-    assert env == {"OMP_NUM_THREADS": "2", "THP_MEM_ALLOC_ENABLE": "1", "NCCL_ALGO": "Ring", **recorder}
+    of_cpus = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
+    assert env == {"OMP_NUM_THREADS": "2", "NCCL_ALGO": "Ring", **of_cpus, **recorder}
     on_gpus = policy_environment(None, "cuda", training)
     assert on_gpus == {
         "OMP_NUM_THREADS": "2",

@@ -504,8 +504,9 @@ def policy_environment(threads: int | None, device: Device, training: TrainingCo
     """Return the environment variables of a training process. `training.env` takes precedence."""
     env = {**(hangs.RECORD if device == "cpu" else hangs.NCCL_RECORD)}
     env |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    if device == "cpu":  # torch allocates huge pages: page faults of small pages cost more than writing the tensor
-        env["THP_MEM_ALLOC_ENABLE"] = "1"
+    if device == "cpu":
+        env["OMP_WAIT_POLICY"] = "passive"  # as engines: spinning threads starve each other beside other programs
+        env["THP_MEM_ALLOC_ENABLE"] = "1"  # page faults of small pages cost more than writing the tensor
     else:  # on Hopper torch prefers cuDNN attention, which builds and caches a plan per shape, and each row has another
         env["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
         env |= DEVICE_ORDER
