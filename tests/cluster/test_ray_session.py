@@ -359,7 +359,8 @@ except ClusterError as error:
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_control_process_that_dies_while_workers_start_early_is_named() -> None:
     """Ray's own call would wait for it for `PATIENCE`."""
     done = subprocess.run([sys.executable, "-c", DEAD_BESIDE], capture_output=True, text=True, timeout=300, check=False)

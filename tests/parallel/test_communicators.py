@@ -34,7 +34,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", slowly(CASES, "tied-pp2", "expert-bias", "modules-dp2-tp2"))
+@pytest.mark.parametrize("case", slowly(CASES, "tied-pp2", guards=("expert-bias", "modules-dp2-tp2")))
 def test_the_plan_counts_the_groups_that_a_step_and_a_save_use(
     pools: Pools, published: Published, tmp_path: Path, case: Case
 ) -> None:

@@ -60,7 +60,7 @@ def parts_of(found: list[Examined]) -> Iterator[str]:
 
 
 GUARDS = (SLOW, pytest.mark.guard)
-USUAL = ("llama", "qwen3-moe", "gemma3", "deepseek-v3")
+USUAL = ("llama", "qwen3-moe")
 
 
 @pytest.mark.parametrize(

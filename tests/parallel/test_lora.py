@@ -148,7 +148,7 @@ CASES |= {
                  "fsdp-one", "fsdp-dp2", "fsdp-tp2", "fsdp-tp2-cp2", "fsdp-tp4-of-2-key-heads")
 }  # fmt: skip
 QUICK |= {"adds-tp2-sp", "adds-gemma-tp2", "adds-fsdp-tp2"}
-KEPT = {"adds-tp2-sp", "adds-fsdp-tp2", "fsdp-experts-ep2", "fsdp-mla-ep2"}
+KEPT = {"adds-tp2-sp", "fsdp-experts-ep2"}
 SAVED |= {f"adds-{name}": replace(SAVED[name], lora=ADDS) for name in ("recompute", "tp2-sp", "fsdp-tp2")}
 
 

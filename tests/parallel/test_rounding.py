@@ -40,7 +40,9 @@ DTENSOR = {
 }
 
 
-@pytest.mark.parametrize("case", [*slowly(MEGATRON, "host", "dp2", "ep2"), *slowly(DTENSOR, "fsdp-one", "fsdp-dp2")])
+@pytest.mark.parametrize(
+    "case", [*slowly(MEGATRON, "dp2", guards=("host", "ep2")), *slowly(DTENSOR, "fsdp-dp2", guards=("fsdp-one",))]
+)
 def test_a_policy_computes_with_the_rounded_weights(pools: Pools, published: Published, case: Case) -> None:
     case = replace(case, dtype="bfloat16")
     model = model_of(case, published)

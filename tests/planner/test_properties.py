@@ -144,7 +144,8 @@ def check_larger_memory(facts: ModelFacts, cluster: ClusterFacts, workload: Work
     make_plan(facts, replace(cluster, device=more), workload)
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.guard
 @settings(deadline=None, max_examples=2)
 @given(MODELS, GPUS, workloads())
 def test_what_fits_a_machine_fits_one_with_more_memory(

@@ -254,7 +254,8 @@ def test_long_numbers_are_printed() -> None:
     assert [one.reward for one in steps(row, "print(10 ** int(input()))", seconds=20.0)] == [1.0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_program_that_waits_for_a_processor_gets_its_seconds() -> None:
     program = "import os, time\nwhile time.process_time() < 0.7: pass\nprint('done')"
     core = min(os.sched_getaffinity(0))

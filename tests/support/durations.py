@@ -21,7 +21,7 @@ PROPERTY = "cpu"
 PIECE_S = 30.0
 ITEM_LIMIT_S = 5.0
 TOTAL_LIMIT_S = 18 * 60.0
-"""Nine minutes on two cores that compute all the time. `make test` takes about 15 minutes of it."""
+"""Nine minutes on two cores that compute all the time. `make test` takes 13 to 17 minutes of it."""
 BUSY = 3.0
 """Load average per processor above which other programs make CPU seconds too long to be judged: ranks that wait for
 each other poll meanwhile."""

@@ -108,6 +108,8 @@ def test_the_kernel_is_wrong_by_itself_and_right_by_head(found: dict[str, Any]) 
     assert rest_untouched
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_rank_computes_with_the_experts_that_it_holds(found: dict[str, Any]) -> None:
     """Each token goes to expert 0, which another rank holds, and to expert 1, which is at place 0 of this one's."""
     before, after = found["spread"]
@@ -115,6 +117,8 @@ def test_a_rank_computes_with_the_experts_that_it_holds(found: dict[str, Any]) -
     assert after < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_vllm_says_what_it_refuses_of_several_replicas(found: dict[str, Any]) -> None:
     said = found["said"]
     assert "LLM(data_parallel_size=2) is not supported for single-process usage" in said["in one process"]

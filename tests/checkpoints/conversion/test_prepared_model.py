@@ -99,6 +99,8 @@ def test_a_model_is_converted_once(tiny_llama: Path, home: Path) -> None:
     assert prepared(first, "float32", 1, print) is first
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_block_scaled_weights_become_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "shared"))
     monkeypatch.delenv("RLCTL_MEGATRON_CHECKPOINT_DIR")
@@ -198,6 +200,8 @@ def test_a_place_that_fills_up_does_not_stop_a_run_unless_it_was_named(
         prepared(source, "float32", 1, said.append)
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_conversion_on_this_node_alone_is_not_for_runs_on_several(tiny_llama: Path, home: Path) -> None:
     source = resolve_model(str(tiny_llama))
     assert prepared(source, "float32", 1, print).megatron is not None
