@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,3 +108,72 @@ def test_a_process_that_does_not_catch_the_signal_is_left_alone():
         assert hangs.look_here([hangs.Process(other.pid, "/nowhere/log")]) == [look_of("", [])]
         assert other.poll() is None
         other.kill()
+
+
+BUSY = """
+import json, sys, threading, time
+from pathlib import Path
+from rlctl.cluster.hangs import answer_questions
+
+def compute():
+    while True:
+        json.loads(text)
+
+def wait():
+    time.sleep(600)
+
+text = json.dumps([{"a": [1, 2]}] * 20)
+for _ in range(3):
+    threading.Thread(target=compute, daemon=True).start()
+answer_questions(Path(sys.argv[1]))
+print("ready", flush=True)
+wait()
+"""
+HOLDING = """
+import ctypes, sys
+from pathlib import Path
+from rlctl.cluster.hangs import answer_questions
+
+answer_questions(Path(sys.argv[1]))
+print("ready", flush=True)
+while True:  # the signal ends a sleep
+    ctypes.PyDLL(None).sleep(600)
+"""
+
+
+@pytest.fixture
+def looked_at(tmp_path):
+    started = []
+
+    def start(program: str) -> tuple[subprocess.Popen[str], hangs.Process]:
+        log = tmp_path / "worker.log"
+        with log.open("w") as out:
+            command = [sys.executable, "-c", program, str(log)]
+            started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=out, text=True))
+        assert started[-1].stdout.readline() == "ready\n"
+        time.sleep(0.2)  # until it is in its last call
+        return started[-1], hangs.Process(started[-1].pid, str(log))
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_process_whose_threads_compute_goes_on_after_many_looks(looked_at):
+    """A rank that others are thought to wait for may be well."""
+    process, there = looked_at(BUSY)
+    for _ in range(50):
+        hangs.look_here([there])
+    assert process.poll() is None
+    stacks = Path(there.log).read_text()
+    assert stacks.count(" in wait\n") == 50
+    assert stacks.count(" in compute\n") == 150
+
+
+def test_a_process_whose_interpreter_is_held_shows_its_stacks(looked_at, monkeypatch):
+    monkeypatch.setattr(hangs, "ANSWER_S", 0.5)
+    process, there = looked_at(HOLDING)
+    hangs.look_here([there])
+    assert process.poll() is None
+    assert '"<string>", line 9 in <module>' in Path(there.log).read_text()

@@ -415,7 +415,7 @@ def test_much_to_score_is_dealt_to_several_processes(monkeypatch: pytest.MonkeyP
     with closing(scoring_process.ScoringProcess(prepare_rewards(RewardConfig(), source))) as process:
         work = [scoring_process.Work(0, str(source[0].answer if n % 3 else "x"), source[0]) for n in range(64)]
         assert [one.value for one in process.score(work)] == [float(n % 3 > 0) for n in range(64)]
-        assert all(lane.server.connection for lane in process.lanes)
+        assert all(lane.starting_s for lane in process.lanes)  # on a busy machine one may have ended since
 
 
 @pytest.mark.parametrize(

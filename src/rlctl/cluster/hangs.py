@@ -69,8 +69,8 @@ class Look:
 
 
 def answer_questions(log: Path) -> None:
-    """Make this process write its stacks to standard error (its log) after SIGUSR2, and answer requests for its record
-    of collectives."""
+    """Make this process answer requests for its record of collectives, before which it writes its stacks to standard
+    error (its log). It also writes them after SIGUSR2: while C code holds the GIL, nothing answers."""
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     listening = socket.socket(socket.AF_UNIX)
     with contextlib.suppress(OSError):
@@ -96,6 +96,9 @@ def _answer(listening: socket.socket, path: Path) -> None:
             with connection:
                 _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
                 if user == os.getuid():
+                    # Here, with the GIL: a signal's handler reads the stacks of other threads while they run, which
+                    # ended a healthy rank with a segmentation fault.
+                    faulthandler.dump_traceback(file=2, all_threads=True)
                     connection.sendall(json.dumps(_write_record(path)).encode())
 
 
@@ -118,15 +121,16 @@ def _write_record(path: Path) -> list[dict[str, Any]]:
 def look_here(processes: Sequence[Process]) -> list[Look]:
     """Request stacks and records from processes of this node, and return their activities."""
     ended = [_size(process.log) for process in processes]
-    for process in processes:
+    with ThreadPoolExecutor(max(1, len(processes))) as pool:
+        records = list(pool.map(_asked, processes))
+    silent = [process for process, record in zip(processes, records, strict=True) if record is None]
+    for process in silent:
         if _catches(process.pid):  # SIGUSR2 would end a process without a handler
             with contextlib.suppress(OSError):
                 os.kill(process.pid, signal.SIGUSR2)
-    with ThreadPoolExecutor(max(1, len(processes))) as pool:
-        records = list(pool.map(_asked, processes))
-    time.sleep(WRITE_S)
+    time.sleep(WRITE_S if silent else 0.0)
     return [
-        look_of(_text(process.log, size), record)
+        look_of(_text(process.log, size), record or ())
         for process, size, record in zip(processes, ended, records, strict=True)
     ]
 
@@ -151,9 +155,9 @@ def _catches(pid: int) -> bool:
     return False
 
 
-def _asked(process: Process) -> list[dict[str, Any]]:
-    """Return the record of a process; empty if its interpreter cannot answer, for example while C code holds the
-    GIL."""
+def _asked(process: Process) -> list[dict[str, Any]] | None:
+    """Return the record of a process that has written its stacks; None if its interpreter cannot answer, for example
+    while C code holds the GIL."""
     with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_S)
         connection.connect(_address(process.pid))
@@ -161,7 +165,7 @@ def _asked(process: Process) -> list[dict[str, Any]]:
         while part := connection.recv(1 << 20):
             parts.append(part)
         return json.loads(b"".join(parts))
-    return []
+    return None
 
 
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
