@@ -14,7 +14,8 @@ All runs are of the laptop preset on this machine; ratios are of the same work.
     step over those of a synchronous one. One run takes both kinds of steps in turn, on the same prompts, so that what
     else the machine does falls on both. The limit is 1.05.
 (d) The same for whole runs, each with the processor threads that its own plan gives both sides: synchronous and
-    asynchronous runs in turn, and how many steps the asynchronous ones take in the time of a synchronous step. `--set`
+    asynchronous runs in turn; how many steps the asynchronous ones take in the time of a synchronous step, and how many
+    sampled tokens a second for one of a synchronous run (completions that end early arrive first). `--set`
     changes the asynchronous ones. The goal is 1.25.
 
 Prints one JSON object. Other programs on the machine disturb (a), and not (b). Runs that DIR has are not made again.
@@ -178,7 +179,12 @@ def whole_runs(place: Path, steps: int, repeats: int, changes: list[str]) -> dic
     seconds_of = {way: [line["seconds"]["total"] for line in taken] for way, taken in lines.items()}
     plain, overlapped = (median(values) for values in seconds_of.values())
     phases = {way: {n: round(seconds(taken, n), 3) for n in taken[0]["seconds"]} for way, taken in lines.items()}
-    return {**phases, "times_the_steps": plain / overlapped, "goal": 1.25, "load": os.getloadavg()}
+    plain_rate, overlapped_rate = (
+        sum(line["response_tokens_mean"] * line["sampled_rollouts"] for line in taken) / sum(seconds_of[way])
+        for way, taken in lines.items()
+    )
+    tokens = {"times_the_sampled_tokens": overlapped_rate / plain_rate}
+    return {**phases, "times_the_steps": plain / overlapped, **tokens, "goal": 1.25, "load": os.getloadavg()}
 
 
 def main() -> None:
