@@ -43,8 +43,10 @@ def test_the_end_of_a_store_closes_its_descriptor_alone() -> None:
     before = psutil.Process().num_fds()
     served = ServedStore("127.0.0.1", 30)
     served.stop_listening()
-    del served
-    assert psutil.Process().num_fds() == before
+    with socket.socket() as other:  # with the number that has just become free
+        del served
+        assert other.getsockname()
+        assert psutil.Process().num_fds() <= before + 1  # stores of other tests may close theirs meanwhile
 
 
 def test_a_store_listens_at_the_given_address_alone() -> None:
