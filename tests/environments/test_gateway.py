@@ -435,6 +435,8 @@ def test_listen_is_a_host_with_or_without_a_port(listen: str, expected: tuple[st
     [
         ({"listen": "0.0.0.0:http"}, "environment.listen = '0.0.0.0:http': 'http' is no port"),
         ({"listen": "0.0.0.0:70000"}, "'70000' is no port"),
+        ({"listen": ":8700"}, "environment.listen = ':8700' has no host: 0.0.0.0 is all addresses"),
+        ({"listen": ""}, "environment.listen = '' has no host"),
         ({"address": "agents.example"}, "environment.address = 'agents.example' is no http:// or https:// address"),
         ({"address": "https://{host}"}, "environment.address = 'https://{host}'"),
     ],

@@ -304,7 +304,7 @@ class PolicyWorker(WeightSource, Protocol):
 
     def use_model(self, number: int) -> None:
         """Select one of the models in a teacher's processes for the calls that follow: 0 is the model of the
-        specification, the others are those of `PolicySpec.beside`."""
+        specification, higher numbers select a model of `PolicySpec.beside`."""
 
     def teach(self, task: Teaching) -> None:
         """Select the teacher that the calls that follow compute, with the model in use."""

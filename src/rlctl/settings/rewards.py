@@ -69,7 +69,9 @@ class RewardConfig(SourceReward):
 def host_and_port(listen: str) -> tuple[str, int]:
     """Return the host and port of `environment.listen`; port 0 stands for any free one. Raises ValueError."""
     host, colon, port = listen.rpartition(":")
-    if not colon or (":" in host and not host.endswith("]")):  # a host alone; that of IPv6 has colons itself
+    if not listen or (listen.startswith(":") and listen.count(":") == 1):  # would be all addresses
+        raise ValueError(f"environment.listen = {listen!r} has no host: 0.0.0.0 is all addresses of the machine")
+    if not colon or (":" in host and not host.endswith("]")):  # a host alone; addresses of IPv6 contain colons
         return listen.strip("[]"), 0
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"environment.listen = {listen!r}: {port!r} is no port (1 to 65535)")

@@ -42,7 +42,7 @@ REORDERED = {
     "FalconForCausalLM": ("query_key_value",),
     "GPT2LMHeadModel": ("c_attn", "c_proj", "c_fc"),
 }
-DIVIDED_NORM = "MiniMaxText01RMSNormTP"  # over all heads, of which each rank holds some
+DIVIDED_NORM = "MiniMaxText01RMSNormTP"  # normalizes over all heads; a rank holds some of them
 DIGIT_BITS = 8  # indices travel as digits that every floating-point type of weights holds exactly
 
 
