@@ -9,10 +9,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import yaml
 
 from rlctl.models.catalog import lookup_entry
 from rlctl.models.families import has_file
+from support.yaml_files import read_yaml
 
 DOCS = Path(__file__).parents[1] / "docs"
 PLANNED, EQUAL = 95, 85
@@ -30,7 +30,7 @@ def models() -> ModuleType:
 
 
 def listed() -> list[str]:
-    return [name for names in yaml.safe_load((DOCS / "models.yaml").read_text()).values() for name in names]
+    return [name for names in read_yaml(DOCS / "models.yaml").values() for name in names]
 
 
 def lines() -> dict[str, str]:
@@ -47,7 +47,7 @@ def test_the_page_has_a_line_for_each_model_of_the_list_and_the_catalog_knows_it
 
 
 def test_most_models_are_planned_and_most_are_equal_to_transformers(models: ModuleType) -> None:
-    compared = yaml.safe_load((DOCS / "models_compared.yaml").read_text())
+    compared = read_yaml(DOCS / "models_compared.yaml")
     planned, equal = [], []
     for name, line in lines().items():
         _, _, kind, backend, where, trainer, engine, refused = [cell.strip() for cell in line.split("|")[1:-1]]
@@ -72,7 +72,7 @@ def test_most_models_are_planned_and_most_are_equal_to_transformers(models: Modu
 
 def test_lines_of_the_page_are_those_of_the_planner(models: ModuleType) -> None:
     """Of each model of a large family, the smallest, which is planned at once."""
-    compared = yaml.safe_load((DOCS / "models_compared.yaml").read_text())
+    compared = read_yaml(DOCS / "models_compared.yaml")
     names = ["Qwen/Qwen3-0.6B", "zai-org/GLM-4.5-Air", "allenai/OLMoE-1B-7B-0125-Instruct", "XiaomiMiMo/MiMo-7B-RL"]
     for name in names:
         entry = lookup_entry(name)

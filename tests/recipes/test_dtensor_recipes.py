@@ -15,9 +15,10 @@ from rlctl.methods.configuration import resolve
 from rlctl.models.catalog import lookup
 from rlctl.recipes.nemo_rl.recipe import import_recipe
 from support.plans import plan_of, workload_of
+from support.yaml_files import read_yaml
 
 RECIPES = Path(__file__).parent / "nemo_rl"
-PUBLISHED: dict[str, dict[str, Any]] = yaml.safe_load((RECIPES / "dtensor_recipes.yaml").read_text())
+PUBLISHED: dict[str, dict[str, Any]] = read_yaml(RECIPES / "dtensor_recipes.yaml")
 
 
 def written(tmp_path: Path, values: dict[str, Any]) -> Path:

@@ -39,6 +39,7 @@ from rlctl.recipes.rules import Leaf
 from rlctl.rewards.prepare_rewards import prepare_rewards
 from support.plans import plan_of
 from support.rows import every_row
+from support.yaml_files import read_yaml
 
 RECIPES = Path(__file__).parent / "nemo_rl"
 SHAPED = {"enabled": True, "overlong_buffer_length": 64, "max_response_length": 256}
@@ -472,7 +473,7 @@ def test_what_cannot_run_is_imported_and_named(tmp_path: Path, key: str, value: 
     assert any(line.startswith(key.replace("__", ".")) for line in result.unsupported), result.unsupported
 
 
-EXPERTS = yaml.safe_load((RECIPES / "quantized_experts.yaml").read_text())["quantize"]
+EXPERTS = read_yaml(RECIPES / "quantized_experts.yaml")["quantize"]
 OFF, ON = EXPERTS["quant_cfg"][:2]
 FORMAT = ON["cfg"]
 

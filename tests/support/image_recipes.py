@@ -7,14 +7,16 @@ from typing import Any
 
 import yaml
 
+from support.yaml_files import read_yaml
+
 RECIPES = Path(__file__).parents[1] / "recipes" / "nemo_rl"
-IMAGE_RECIPES: dict[str, dict[str, Any]] = yaml.safe_load((RECIPES / "image_recipes.yaml").read_text())
+IMAGE_RECIPES: dict[str, dict[str, Any]] = read_yaml(RECIPES / "image_recipes.yaml")
 
 
 def write_image_recipe(folder: Path, name: str) -> Path:
     """Write a recipe on top of base.yaml; sections of null in the facts are left out of the base."""
     asked = IMAGE_RECIPES[name]
-    base = yaml.safe_load((RECIPES / "base.yaml").read_text())
+    base = read_yaml(RECIPES / "base.yaml")
     kept = {key: value for key, value in base.items() if asked.get(key, value) is not None}
     kept["data"] = {key: value for key, value in kept["data"].items() if key != "dataset_name"}
     (folder / "base.yaml").write_text(yaml.safe_dump(kept))
