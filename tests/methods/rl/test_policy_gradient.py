@@ -21,9 +21,9 @@ from rlctl.backends.results import add_advantages
 from rlctl.errors import ConfigError
 from rlctl.methods.available import ALGORITHMS, method_from_config
 from rlctl.methods.configuration import resolve
+from rlctl.methods.rl.advantages import PenalizedAdvantages
 from rlctl.methods.rl.algorithm import Algorithm, make_batch
 from rlctl.methods.rl.rl_config import RlConfig
-from rlctl.methods.rl.token_advantages import PenalizedAdvantages
 from rlctl.training.run_loss import RunLoss
 from support.groups import group
 from support.token_batches import token_batch

@@ -1,15 +1,20 @@
-"""From rewards to advantages: the driver's numpy on per-rollout scalars.
+"""From rewards to advantages: the driver's numpy on per-rollout scalars, and the ranks' own per-token advantages.
 
 Suffixes: G rollouts of a group, N rollouts of one optimizer mini-batch.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from rlctl.backends.batching.batch import ROUNDING, equal_up_to_rounding
+from rlctl.backends.batching.batch import ROUNDING, ValueBatch, equal_up_to_rounding
+from rlctl.methods.rl.rl_config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    import torch
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation, so that a group of equal rewards has advantage 0 rather than 0/0."""
@@ -112,3 +117,26 @@ def overlong_penalty(response_tokens_N: np.ndarray, limit: int, buffer: float, f
         return np.zeros_like(tokens_N)
     width = buffer * limit
     return factor * np.minimum(0.0, (limit - width - tokens_N) / width)
+
+
+@dataclass(frozen=True)
+class PenalizedAdvantages:
+    """Computes per-token advantages with the KL penalty on the ranks, which whiten them: REINFORCE++ (arXiv 2501.03262)
+    normalizes r - kl_coefficient * sum of KL_i over i >= t over the batch."""
+
+    config: AlgorithmConfig
+    column: str = "reference_logprobs"
+    whitens: bool = True
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        return self.config.advantage.clip_low, self.config.advantage.clip_high
+
+    def __call__(self, batch: ValueBatch) -> tuple[None, torch.Tensor]:
+        """Return the advantage of each token of a micro-batch [R], before it is whitened."""
+        from rlctl.methods.rl.losses import penalized
+
+        old_R, reference_R = batch.old_logprobs_R, batch.reference_logprobs_R
+        assert old_R is not None  # `needs` has both
+        assert reference_R is not None
+        return None, penalized(batch.rewards_R, old_R, reference_R, batch, self.config.loss)

@@ -17,10 +17,15 @@ import numpy as np
 from rlctl.backends.batching.batch import AdvantageEstimate, TokenBatch, TrainBatch, WeightedSequence
 from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import FAULTS, Rollout, RolloutGroup
-from rlctl.methods.rl.advantages import nearly_equal, overlong_penalty, whitened, whitened_rollouts
+from rlctl.methods.rl.advantages import (
+    PenalizedAdvantages,
+    nearly_equal,
+    overlong_penalty,
+    whitened,
+    whitened_rollouts,
+)
 from rlctl.methods.rl.rollout_method import RolloutMethod
 from rlctl.methods.rl.sections import AdvantageConfig
-from rlctl.methods.rl.token_advantages import PenalizedAdvantages
 from rlctl.rollouts.turn_faults import BITS
 from rlctl.settings.training import LogprobColumn
 from rlctl.telemetry.metrics import Metric
