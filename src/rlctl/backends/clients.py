@@ -171,13 +171,13 @@ class PolicyClient:
     def ask_teacher(self, endpoint: Endpoint, places: frozenset[int], top: int) -> dict[int, list[object]]:
         """Have the ranks ask a server for the log-probs of the groups of the loaded batch at `places`, with the `top`
         most likely tokens; return the handles by group."""
-        asked = [tuple(position for position in shard.columns if position in places) for shard in self._shards]
-        counts = [len(positions) * self.parallel.reports(rank) for rank, positions in enumerate(asked)]
-        calls = [(endpoint, positions, top, fetch) for positions in asked]
+        by_rank = [tuple(position for position in shard.columns if position in places) for shard in self._shards]
+        counts = [len(positions) * self.parallel.reports(rank) for rank, positions in enumerate(by_rank)]
+        calls = [(endpoint, positions, top, fetch) for positions in by_rank]
         pending, handles = self.group.submit_by_handle(PolicyWorker.ask_teacher, calls, counts)
         pending.results()
         by_position: dict[int, list[object]] = {}
-        for positions, rank_handles in zip(asked, handles, strict=True):
+        for positions, rank_handles in zip(by_rank, handles, strict=True):
             for position, handle in zip(positions, rank_handles, strict=False):  # ranks that do not report have none
                 by_position.setdefault(position, []).append(handle)
         return by_position

@@ -266,10 +266,12 @@ class Muon:
 
     def _orthogonalize(self, exchange: Round) -> None:
         settings = self._settings
-        there = [[piece for piece in to if piece.first] for to in exchange.sent]
-        here = [[part for part in of if part.first] for of in exchange.received]
-        arrived = self._exchange(self._flat(piece.view() for to in there for piece in to), _sizes(there), _sizes(here))
-        matrices = self._assembled([part for of in here for part in of], arrived)
+        outgoing = [[piece for piece in to if piece.first] for to in exchange.sent]
+        incoming = [[part for part in of if part.first] for of in exchange.received]
+        arrived = self._exchange(
+            self._flat(piece.view() for to in outgoing for piece in to), _sizes(outgoing), _sizes(incoming)
+        )
+        matrices = self._assembled([part for of in incoming for part in of], arrived)
         self._orthogonalize_whole(matrices)
         parts = self._flat(part.of(matrices) for of in exchange.received for part in of)
         sent = [piece for to in exchange.sent for piece in to]

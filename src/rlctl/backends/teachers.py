@@ -97,8 +97,8 @@ class Teacher:
         for number, member in enumerate(self.members):
             if isinstance(member.place, Endpoint):
                 places = frozenset(at for at, numbers in owners.items() if number in numbers)
-                asked = self.student.ask_teacher(member.place, places, self.mixture.top)
-                parts |= {(at, number): handles for at, handles in asked.items()}
+                answers = self.student.ask_teacher(member.place, places, self.mixture.top)
+                parts |= {(at, number): handles for at, handles in answers.items()}
         for number in self._turns(owners.values()):
             own_batch = replace(batch, minibatches=batch.for_teachers.get(number, batch.minibatches))
             self._ranks.load_batch(_part(own_batch, {at for at, numbers in owners.items() if number in numbers}))

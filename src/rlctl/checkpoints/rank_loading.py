@@ -102,8 +102,10 @@ def peft_adapters(directory: Path, facts: ModelFacts, lora: LoraConfig) -> PeftA
 
     config = read_peft_config(directory)
     stored = adapters_of_tensors(config, facts, directory, whole_modules=True)
-    wanted = sites(facts, lora).by_tensor
-    if odd := next((name for name in stored.keys() | wanted.keys() if (name in stored) != (name in wanted)), None):
+    run_sites = sites(facts, lora).by_tensor
+    if odd := next(
+        (name for name in stored.keys() | run_sites.keys() if (name in stored) != (name in run_sites)), None
+    ):
         raise InputError(
             f"training.lora.adapter: {directory} and the run do not both have an adapter of {odd}.",
             "Leave the other keys of training.lora out: the adapter sets them.",

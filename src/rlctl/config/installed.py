@@ -202,7 +202,7 @@ def _owner(node: ast.expr | None, module: Module) -> tuple[Module, ast.AnnAssign
             place, owner = _class(module, name) or (module, ast.Module([], []))
             for statement in owner.body:
                 match statement:
-                    case ast.AnnAssign(target=ast.Name(id=known)) if known == attribute:
+                    case ast.AnnAssign(target=ast.Name(id=bound)) if bound == attribute:
                         return place, statement
     return None
 
@@ -261,11 +261,11 @@ def _definition(module: Module, name: str, depth: int = 0) -> tuple[Module, ast.
     """Return the class or expression of a name, in this or the imported module."""
     for statement in _statements(module.tree.body):
         match statement:
-            case ast.ClassDef(name=found) if found == name:
+            case ast.ClassDef(name=bound) if bound == name:
                 return module, statement
-            case ast.Assign(targets=[ast.Name(id=found)], value=value) if found == name:
+            case ast.Assign(targets=[ast.Name(id=bound)], value=value) if bound == name:
                 return module, value
-            case ast.AnnAssign(target=ast.Name(id=found), value=ast.expr() as value) if found == name:
+            case ast.AnnAssign(target=ast.Name(id=bound), value=ast.expr() as value) if bound == name:
                 return module, value
             case ast.ImportFrom() if depth < DEEPEST:
                 original = next((a.name for a in statement.names if (a.asname or a.name) == name), None)

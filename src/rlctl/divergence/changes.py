@@ -144,10 +144,10 @@ def _matrices(sublayer: SubLayer) -> Iterator[Change]:
         if first.weight.shape == second.weight.shape and "expert" not in one + other:
 
             def exchange(edits: Edits, live: SubLayer, one: str = one, other: str = other) -> None:
-                here = _linears(live)
-                values = here[one].weight.data, here[other].weight.data
-                edits.weigh(here[one].weight, values[1])
-                edits.weigh(here[other].weight, values[0])
+                live_linears = _linears(live)
+                values = live_linears[one].weight.data, live_linears[other].weight.data
+                edits.weigh(live_linears[one].weight, values[1])
+                edits.weigh(live_linears[other].weight, values[0])
 
             yield Change("matrix", f"{_short(one)} and {_short(other)} are exchanged", exchange)
     for path, linear in linears.items():

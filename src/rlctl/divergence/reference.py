@@ -252,8 +252,8 @@ class _Recorder:
         calls = {path: call for path, call in self.sequences[0].items() if call[3] == 1}
         for number in range(len(self.layer_modules)):
             prefix, seen = f"{self.layers}.{number}.", set[str]()
-            here = {path: call for path, call in calls.items() if path.startswith(prefix)}
-            for chain, main in _chains(here, self.model):
+            of_layer = {path: call for path, call in calls.items() if path.startswith(prefix)}
+            for chain, main in _chains(of_layer, self.model):
                 kind = _kind(main.removeprefix(prefix))
                 kind = main.removeprefix(prefix) if kind in seen else kind
                 seen.add(kind)

@@ -236,15 +236,15 @@ def _next_best(side: str, plans: list[Plan], best: Plan, rejected: list[Rejected
 def _beside(request: Request, plans: list[Plan], best: Plan) -> Plan | None:
     if best.waits is None:
         return None
-    here = [plan for plan in plans if plan.colocated and plan.cluster == best.cluster]
-    if not here:  # on the same devices the two sides take turns
+    together = [plan for plan in plans if plan.colocated and plan.cluster == best.cluster]
+    if not together:  # on the same devices the two sides take turns
         pins = {key: value for key, value in request.pins.items() if key not in (*APART, "refit.mover")}
         turns = replace(request.workload, staleness=None)
         turns_request = replace(
             request, pins=pins | {"generation.colocated": True}, workload=turns, cluster=best.cluster
         )
-        here = feasible_plans(turns_request)[0]
-    return min(here, key=lambda plan: (not plan.runnable, score(plan)), default=None)
+        together = feasible_plans(turns_request)[0]
+    return min(together, key=lambda plan: (not plan.runnable, score(plan)), default=None)
 
 
 APART = ("generation.colocated", "generation.devices")

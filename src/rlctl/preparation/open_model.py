@@ -226,9 +226,9 @@ def open_further_teachers(
 
 def _require_alike_rows(first: ModelFacts, other: ModelFacts, key: str, name: str) -> None:
     if first.unpacked != other.unpacked:
-        one, two = ("cannot", "can") if other.unpacked else ("can", "cannot")
+        theirs, firsts = ("cannot", "can") if other.unpacked else ("can", "cannot")
         raise InputError(
-            f"{key}: rows of {name} {one} be packed, and these of the first of teacher.models {two}.",
+            f"{key}: rows of {name} {theirs} be packed, and these of the first of teacher.models {firsts}.",
             "Name teachers that read alike rows.",
         )
 

@@ -287,12 +287,12 @@ class WeightSync:
     def _replace(self, lost: list[int]) -> None:
         """Start new engines for `lost`, or continue with the others. Engines set aside start once Ray has a place, as
         after a host's return."""
-        here = self.engines.group.placed(lost)
-        away = [rank for rank in lost if rank not in here]
+        placed = self.engines.group.placed(lost)
+        away = [rank for rank in lost if rank not in placed]
         if len(away) == len(self.engines):  # no engine is left: wait for a place
-            here, away = lost, []
+            placed, away = lost, []
         try:
-            self.engines.replace(here)
+            self.engines.replace(placed)
         except (WorkerError, WaitTimeoutError) as error:
             if len(lost) == len(self.engines):
                 raise

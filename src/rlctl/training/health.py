@@ -91,10 +91,10 @@ class Health:
             remarks.append(
                 f"the environments of some rollouts failed, and their rewards are 0 (reward.on_error). {error}"
             )
-        asked = {
+        unenforced = {
             name.removeprefix(UNENFORCED) for name in metrics.get("environment", {}) if name.startswith(UNENFORCED)
         }
-        if new := asked - self._told_unenforced:
+        if new := unenforced - self._told_unenforced:
             self._told_unenforced |= new
             remarks.append(without_effect(sorted(new)))
         if skipped := metrics.get("critic", {}).get("skipped_steps"):

@@ -50,9 +50,9 @@ def narrow_into(target: Tensor, source: Tensor, rounding: Rounding = "unbiased")
     if source.device.type != "cpu":
         target.copy_(_compiled(target.dtype)(bits).view(target.dtype))
         return
-    # The loop reads and writes host memory: what goes to a device is narrowed here first.
-    here = target.device.type == "cpu" and target.is_contiguous()
-    whole = target if here else torch.empty(target.shape, dtype=target.dtype)
+    # The loop reads and writes host memory: what goes to a device is narrowed on the CPU first.
+    in_place = target.device.type == "cpu" and target.is_contiguous()
+    whole = target if in_place else torch.empty(target.shape, dtype=target.dtype)
     _on_processor(bits.view(-1), whole.detach().view(-1).view(torch.int16), target.dtype)
     if whole is not target:
         target.copy_(whole)

@@ -113,44 +113,44 @@ class SavedAdapters:
 def read_adapters(reader: TorchDistReader, facts: ModelFacts, lora: LoraConfig, prefix: str = "") -> SavedAdapters:
     """Return a checkpoint's adapters by published tensor; `prefix` reads one of Adam's moments instead. Raises
     InputError for an unknown layer, or for other settings."""
-    stored, wanted = adapter_keys(reader.shapes), sites(facts, lora).by_tensor
+    stored, run_sites = adapter_keys(reader.shapes), sites(facts, lora).by_tensor
     whole = {key: reader.whole(prefix + key) for key in stored}
     of_megatron = all(key.startswith(MEGATRON) for key in stored)
-    pairs = _of_layers(reader, facts, whole, wanted) if of_megatron else _of_modules(reader, facts, whole)
+    pairs = _of_layers(reader, facts, whole, run_sites) if of_megatron else _of_modules(reader, facts, whole)
     for tensor, (a, _) in pairs.items():
-        if tensor not in wanted or a.shape[-2] != wanted[tensor].rank:
-            rank = wanted[tensor].rank if tensor in wanted else "none"
+        if tensor not in run_sites or a.shape[-2] != run_sites[tensor].rank:
+            rank = run_sites[tensor].rank if tensor in run_sites else "none"
             raise InputError(
                 f"{reader.directory} has adapters of rank {a.shape[-2]} on {tensor}; training.lora has {rank} there.",
                 "Use the settings of the run that trained them.",
             )
     whole_modules = {tensor: reader.whole(prefix + param) for param, tensor in saved_whole(facts, lora).items()}
-    transposed = frozenset(tensor for tensor in pairs if wanted[tensor].place.transposed)
+    transposed = frozenset(tensor for tensor in pairs if run_sites[tensor].place.transposed)
     return SavedAdapters(
-        pairs, {tensor: wanted[tensor].scale for tensor in pairs}, transposed=transposed, whole=whole_modules
+        pairs, {tensor: run_sites[tensor].scale for tensor in pairs}, transposed=transposed, whole=whole_modules
     )
 
 
 def _of_layers(
-    reader: TorchDistReader, facts: ModelFacts, whole: dict[str, torch.Tensor], wanted: dict[str, Site]
+    reader: TorchDistReader, facts: ModelFacts, whole: dict[str, torch.Tensor], run_sites: dict[str, Site]
 ) -> Pairs:
     """Adapters of Megatron's layers: A of each site below the one before, B in the weight's rows."""
     layout = keys.layout(facts, "float32", keys.style_of(reader.shapes), holds=lambda key: True)
     for key in whole:  # an adapter that belongs to no layer would be lost
         if f"{key.rpartition('.')[0]}.weight" not in layout.params:
             raise InputError(f"{reader.directory}: {key} belongs to no layer of this model.")
-    order = {site.module: number for number, site in enumerate(wanted.values())}
+    order = {site.module: number for number, site in enumerate(run_sites.values())}
     pieces, together = list[Piece](), dict[tuple[str, tuple[int, ...]], set[str]]()
     for piece in layout.pieces:
-        if piece.tensor in wanted and piece.param.removesuffix(".weight") + A in whole:
+        if piece.tensor in run_sites and piece.param.removesuffix(".weight") + A in whole:
             pieces.append(piece)
-            together.setdefault((piece.param, _lead(piece)), set()).add(wanted[piece.tensor].module)
+            together.setdefault((piece.param, _lead(piece)), set()).add(run_sites[piece.tensor].module)
     number = {
         module: i for modules in together.values() for i, module in enumerate(sorted(modules, key=order.__getitem__))
     }
     pairs: Pairs = {}
     for piece in pieces:
-        layer, rank = piece.param.removesuffix(".weight"), wanted[piece.tensor].rank
+        layer, rank = piece.param.removesuffix(".weight"), run_sites[piece.tensor].rank
         tensor_rows, tensor_columns = piece.tensor_box
         a, b = whole[layer + A][_lead(piece)], whole[layer + B][_lead(piece)]
         if len(a) != rank * len(together[piece.param, _lead(piece)]):
@@ -159,7 +159,7 @@ def _of_layers(
                 f"{', '.join(sorted(together[piece.param, _lead(piece)]))}.",
                 "Use the settings of the run that trained them.",
             )
-        a = a[rank * number[wanted[piece.tensor].module] :][:rank]
+        a = a[rank * number[run_sites[piece.tensor].module] :][:rank]
         rows, columns = piece.param_box[-2:]
         outputs = max(output.tensor_box[0].last for output in layout.by_tensor[piece.tensor]) + 1
         own_a, own_b = pairs.setdefault(piece.tensor, (a.new_zeros(a.shape), b.new_zeros(outputs, b.shape[1])))
